@@ -1,0 +1,57 @@
+"""Settings of the trainer side. Every field is reachable as `--trainer.NAME` on the command line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EstimatorSettings(BaseModel):
+    """The policy gradient: see docs/math.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["none", "tis", "mis"] = "none"
+    centering: Literal["on", "off", "diagnose"] = "on"
+    """`diagnose` computes every metric of the correction and applies nothing."""
+    tis_clip: float = Field(2.0, gt=0)
+    mis_low: float = Field(0.5, ge=0)
+    mis_high: float = Field(5.0, gt=0)
+
+
+class TrainerConfig(BaseModel):
+    """Optimisation and the Ray workers that do it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: Literal["torch"] = "torch"
+    workers: int = Field(1, ge=1)
+    """Data-parallel ranks (FSDP2 when more than one)."""
+    cpus_per_worker: float = Field(1.0, ge=0)
+    gpus_per_worker: float = Field(0.0, ge=0)
+    threads: int = Field(1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    lr: float = Field(3e-4, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer updates over which the learning rate rises from 0."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    updates_per_rollout: int = Field(2, ge=1)
+    """Optimizer updates a rollout: its groups are split into that many mini-batches."""
+    micro_tokens: int = Field(8192, ge=1)
+    """Tokens (prompt and response) of a micro-batch at most; one longer trajectory is a micro-batch of its own."""
+    chunk_tokens: int = Field(1024, ge=1)
+    """Rows of logits the estimator works on at a time."""
+    advantage: Literal["raw", "group", "leave_one_out"] = "group"
+    advantage_baseline: float = 0.0
+    """`raw` advantages are the reward minus this."""
+    advantage_std: bool = True
+    """`group` advantages are divided by the group's standard deviation plus 1e-4."""
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    content_failure: Literal["stop", "drop_group"] = "stop"
+    """What a support overflow or an invalid row does: end the run, or make the prompt's whole group untrainable."""
+    estimator: EstimatorSettings = EstimatorSettings()

@@ -20,7 +20,7 @@ class Purpose(IntEnum):
 
 def request_seed(run: str, step: int, prompt: int, sample: int) -> int:
     """63-bit seed of one request, independent of where and when it runs."""
-    return xxhash.xxh3_64_intdigest(f"{run}\0{step}\0{prompt}\0{sample}") >> 1
+    return xxhash.xxh3_64_intdigest(f"{run}\0{step}\0{prompt}\0{sample}".encode()) >> 1
 
 
 def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:

@@ -38,7 +38,8 @@ class Row:
         detail = self.detail if finite else f"value is {self.value}; {self.detail}"
         value = None if not finite else int(self.value) if float(self.value).is_integer() else float(self.value)
         return {
-            "name": self.name, "value": value, "unit": self.unit, "gate": self.gate, "pass": self.passed, "detail": detail,
+            "name": self.name, "value": value, "unit": self.unit,
+            "gate": self.gate, "pass": self.passed, "detail": detail,
         }  # fmt: skip
 
 

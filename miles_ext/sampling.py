@@ -36,7 +36,7 @@ class SamplingSpec:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; accepted: a finite number >= 0 (0 = greedy, evaluation)")
+            raise ValueError(f"temperature is {self.temperature}; accepted: finite and >= 0 (0 = greedy, evaluation)")
         if not (0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p}; accepted: 0 < top_p <= 1 (1 turns the filter off)")
         if self.top_k < 0:

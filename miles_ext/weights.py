@@ -25,7 +25,7 @@ class WeightManifest:
     """What a handoff delivers: HF names (tied heads once), cast to the engine's dtype.
 
     version: monotone; sglang gets its decimal string.
-    transform: a declared change (quantisation, noise) that the rollout side applies after the received digest is verified.
+    transform: a declared change (quantisation, noise), applied by the rollout side once the received digest is verified.
     """
 
     version: int
@@ -43,8 +43,8 @@ class WeightManifest:
         changed = sorted(name for name in self.tensors.keys() & received.keys() if self.tensors[name] != received[name])
         if missing or extra or changed:
             raise WeightError(
-                f"version {self.version} did not arrive whole: missing {missing}, unexpected {extra}, different {changed}; "
-                "nothing was applied, send it again"
+                f"version {self.version} did not arrive whole: missing {missing}, unexpected {extra}, different "
+                f"{changed}; nothing was applied, send it again"
             )
 
 

@@ -36,7 +36,7 @@ def pack(rows: SupportRows, commit: NDArray[np.uint8]) -> dict[str, Any]:
 def unpack(message: dict[str, Any]) -> tuple[SupportRows, NDArray[np.uint8]]:
     """Inverse of `pack`. Raises SupportError for another version, a missing field, or bytes that do not divide up."""
     if message.get("v") != WIRE_VERSION:
-        raise SupportError(f"packed wire version is {message.get('v')!r}; accepted: {WIRE_VERSION}; update the older side")
+        raise SupportError(f"packed wire version {message.get('v')!r}; accepted: {WIRE_VERSION}; update the older side")
     if message.get("kind") not in ("complete", "head"):
         raise SupportError(f"packed wire kind is {message.get('kind')!r}; accepted: complete, head")
     arrays = {name: _decode(message, name, dtype) for name, dtype in _DTYPES.items()}

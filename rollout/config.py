@@ -13,18 +13,18 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: Literal["embedded"] = "embedded"
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Rollout workers, one engine each."""
-    cpus_per_worker: float = Field(1.0, ge=0)
-    gpus_per_worker: float = Field(0.0, ge=0)
-    threads: int = Field(1, ge=1)
+    cpus_per_worker: float = Field(default=1.0, ge=0)
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    threads: int = Field(default=1, ge=1)
     """Torch threads of a worker."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    max_concurrency: int = Field(128, ge=1)
+    max_concurrency: int = Field(default=128, ge=1)
     """Responses decoded at once by one engine (key-value cache slots)."""
-    context_length: int = Field(512, ge=2)
+    context_length: int = Field(default=512, ge=2)
     """Prompt plus response, in tokens."""
-    request_timeout_s: float = Field(600.0, gt=0)
-    max_restarts: int = Field(3, ge=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    max_restarts: int = Field(default=3, ge=0)
     """Restarts of one worker before the run stops."""

@@ -38,8 +38,8 @@ class Request:
             raise RequestError(f"request {self.request_id}: prompt id outside [0, {vocab_size}); check the tokenizer")
         if len(ids) >= context_length:
             raise RequestError(
-                f"request {self.request_id}: prompt of {len(ids)} tokens leaves no room in a context of {context_length}; "
-                "shorten it or raise the context length"
+                f"request {self.request_id}: prompt of {len(ids)} tokens leaves no room in a context of "
+                f"{context_length}; shorten it or raise the context length"
             )
         if self.max_new_tokens < 1:
             raise RequestError(f"request {self.request_id}: max_new_tokens is {self.max_new_tokens}; accepted: >= 1")

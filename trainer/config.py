@@ -15,9 +15,9 @@ class EstimatorSettings(BaseModel):
     mode: Literal["none", "tis", "mis"] = "none"
     centering: Literal["on", "off", "diagnose"] = "on"
     """`diagnose` computes every metric of the correction and applies nothing."""
-    tis_clip: float = Field(2.0, gt=0)
-    mis_low: float = Field(0.5, ge=0)
-    mis_high: float = Field(5.0, gt=0)
+    tis_clip: float = Field(default=2.0, gt=0)
+    mis_low: float = Field(default=0.5, ge=0)
+    mis_high: float = Field(default=5.0, gt=0)
 
 
 class TrainerConfig(BaseModel):
@@ -26,25 +26,25 @@ class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["torch"] = "torch"
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Data-parallel ranks (FSDP2 when more than one)."""
-    cpus_per_worker: float = Field(1.0, ge=0)
-    gpus_per_worker: float = Field(0.0, ge=0)
-    threads: int = Field(1, ge=1)
+    cpus_per_worker: float = Field(default=1.0, ge=0)
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    threads: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    lr: float = Field(3e-4, ge=0)
+    lr: float = Field(default=3e-4, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises from 0."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    updates_per_rollout: int = Field(2, ge=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    updates_per_rollout: int = Field(default=2, ge=1)
     """Optimizer updates a rollout: its groups are split into that many mini-batches."""
-    micro_tokens: int = Field(8192, ge=1)
+    micro_tokens: int = Field(default=8192, ge=1)
     """Tokens (prompt and response) of a micro-batch at most; one longer trajectory is a micro-batch of its own."""
-    chunk_tokens: int = Field(1024, ge=1)
+    chunk_tokens: int = Field(default=1024, ge=1)
     """Rows of logits the estimator works on at a time."""
     advantage: Literal["raw", "group", "leave_one_out"] = "group"
     advantage_baseline: float = 0.0

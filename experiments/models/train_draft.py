@@ -1,0 +1,156 @@
+"""Distils a DFlash2 draft from any supported target, on text that the target itself samples at temperature 1.
+
+One checkpoint serves both arms: `dflash` proposes by its unary logits, `dflash2` samples paths with its selector. Both
+are fitted by cross entropy to the target's own law at every slot of blocks that start at random anchors. The selector
+sees the true previous token (teacher forcing), the unary logits see only the anchor, so they learn the marginal law.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from experiments.models.make import cosine, initialise
+from experiments.models.sample import sample
+from rollout.embedded.decoder import Decoder
+from rollout.embedded.draft import Draft
+from rollout.embedded.draft_config import DraftConfig
+from rollout.embedded.transformer import additive_mask, attend
+
+STORED = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """Training of a draft. Each round samples `rows` fresh texts of `new_tokens` and takes `round_steps` steps on them."""
+
+    rounds: int = 12
+    round_steps: int = 100
+    rows: int = 192
+    new_tokens: int = 290
+    batch_rows: int = 16
+    anchors: int = 16
+    block_size: int = 8
+    layers: int = 1
+    taps: tuple[int, ...] | None = None
+    selector_rank: int = 32
+    selector_top_k: int = 8
+    learning_rate: float = 2e-3
+    warmup: int = 50
+    decay: float = 4.0  # slot j weighs exp(-j / decay): a late slot counts only when all before it were accepted
+    mask_token_id: int = 501
+    seed: int = 0
+
+
+def new_draft(target: Decoder, recipe: DraftRecipe) -> Draft:
+    """An untrained draft shaped like its target's layers."""
+    layers = target.config.layers
+    taps = recipe.taps or tuple(sorted({round(i * (layers - 1) / 3) for i in range(4)}))
+    config = DraftConfig(
+        block=replace(target.config, model_type="qwen3", layers=recipe.layers, tied=False),
+        block_size=recipe.block_size,
+        taps=taps,
+        num_target_layers=layers,
+        mask_token_id=recipe.mask_token_id,
+        mask_token="<|MASK|>",
+        selector_rank=recipe.selector_rank,
+        selector_top_k=recipe.selector_top_k,
+    )
+    draft = Draft(config, target)
+    draft.mask_embedding = torch.empty_like(draft.norm)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    initialise(draft_weights(draft), generator, recipe.layers)
+    draft.mask_embedding.normal_(0.0, 0.1, generator=generator)
+    draft.predecessor.normal_(0.0, 0.1, generator=generator)
+    draft.successor.normal_(0.0, 0.1, generator=generator)
+    return draft
+
+
+def draft_weights(draft: Draft) -> list[torch.Tensor]:
+    """The private tensors as they lie in memory (fused), fit to be optimised."""
+    weights = [draft.fc, draft.hidden_norm, draft.norm, draft.predecessor, draft.successor, draft.projection]
+    weights += [tensor for layer in draft.layers for tensor in layer.resident("").values()]
+    return weights + ([] if draft.mask_embedding is None else [draft.mask_embedding])
+
+
+def blocks_hidden(draft: Draft, tokens: torch.Tensor, taps: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """Differentiable hidden states [B, A, block - 1, H] of the blocks at anchor positions int64 [B, A].
+
+    tokens int64 [B, T]; taps [B, T', K * H] of positions 0 .. T' - 1. The same arithmetic as the engine's cached pass.
+    """
+    rows, count = anchors.shape
+    size = draft.config.block_size
+    seen = torch.arange(taps.shape[1])
+    own = torch.arange(count * size) // size
+    positions = (anchors[:, :, None] + torch.arange(size)).flatten(1)
+    before = seen < anchors.repeat_interleave(size, 1)[:, :, None]
+    within = (own[:, None] == own).expand(rows, -1, -1)
+    block = draft.config.block
+    mask = additive_mask(torch.cat((before, within), -1), block.group, taps.dtype)
+    features = draft.context(taps)
+    context_angles, angles = draft.rope.at(seen.expand(rows, -1)), draft.rope.at(positions)
+    x = draft.embed_block(tokens.gather(1, anchors)).flatten(1, 2)
+    for layer in draft.layers:
+        context_keys, context_values = layer.project_context(features, draft.rope, context_angles)
+        queries, keys, values = layer.project(x, draft.rope, angles)
+        keys = torch.cat((context_keys, keys), 1).transpose(1, 2)
+        values = torch.cat((context_values, values), 1).transpose(1, 2)
+        x = layer.finish(x, attend(queries, keys, values, mask))
+    x = F.rms_norm(x, draft.norm.shape, draft.norm, block.rms_eps)
+    return x.unflatten(1, (count, size))[:, :, 1:]
+
+
+def block_loss(
+    draft: Draft, tokens: torch.Tensor, taps: torch.Tensor, law: torch.Tensor, anchors: torch.Tensor, decay: float
+) -> torch.Tensor:
+    """Unary plus selector cross entropy to the target's law [B, A, block - 1, V], nats, weighted over slots."""
+    hidden = blocks_hidden(draft, tokens, taps, anchors)
+    slots = torch.arange(draft.config.block_size - 1)
+    previous = tokens.gather(1, (anchors[:, :, None] + slots).flatten(1)).view(hidden.shape[:-1])
+    unary = draft.target.logits(hidden)
+    edges = (draft.predecessor[previous] * F.linear(hidden, draft.projection)) @ draft.successor.T
+    weights = torch.exp(-slots / decay)
+    cross = sum(-(law * torch.log_softmax(scores, -1)).sum(-1) for scores in (unary, unary + edges))
+    assert isinstance(cross, torch.Tensor)
+    return (cross * weights).mean((0, 1)).sum() / weights.sum()
+
+
+def train_draft(
+    target: Decoder,
+    prompts: Callable[[int], torch.Tensor],
+    recipe: DraftRecipe,
+    report: Callable[[str], None] = print,
+) -> tuple[Draft, list[float]]:
+    """The trained draft and its loss at every step. `prompts(round)` gives equally long prompts int64 [rows, P]."""
+    draft = new_draft(target, recipe)
+    weights = draft_weights(draft)
+    for weight in weights:
+        weight.requires_grad_()
+    total = recipe.rounds * recipe.round_steps
+    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.01, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, total, recipe.warmup))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    losses = []
+    for index in range(recipe.rounds):
+        start = prompts(index)
+        texts, taps, hidden = sample(target, start, recipe.new_tokens, generator, taps=draft.config.taps)
+        # The first anchor is the first sampled token; the last block must lie inside the text.
+        low, high = start.shape[1], texts.shape[1] - recipe.block_size
+        for _ in range(recipe.round_steps):
+            rows = torch.randint(texts.shape[0], (recipe.batch_rows,), generator=generator)
+            anchors = torch.randint(low, high + 1, (recipe.batch_rows, recipe.anchors), generator=generator)
+            slots = (anchors[:, :, None] + torch.arange(recipe.block_size - 1)).flatten(1)
+            state = hidden[rows].gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
+            law = torch.softmax(target.logits(state), -1).unflatten(1, (recipe.anchors, -1))
+            loss = block_loss(draft, texts[rows], taps[rows], law, anchors, recipe.decay)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        report(f"draft step {len(losses)}/{total} loss {sum(losses[-recipe.round_steps :]) / recipe.round_steps:.4f}")
+    for weight in weights:
+        weight.requires_grad_(False).copy_(weight.to(STORED))
+    return draft, losses

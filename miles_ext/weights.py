@@ -73,4 +73,4 @@ def tensor_digest(data: Any) -> str:
 def combine(tensors: Mapping[str, TensorEntry]) -> str:
     """XXH3-128 over sorted (name, dtype, shape, digest) lines."""
     lines = [f"{name}\t{t.dtype}\t{','.join(map(str, t.shape))}\t{t.digest}\n" for name, t in sorted(tensors.items())]
-    return xxhash.xxh3_128_hexdigest("".join(lines))
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())

@@ -1,0 +1,132 @@
+"""What a run leaves on disk beside its rollouts: the facts of its start and handoffs, manifests, a bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.rollouts import load_rollout as load_rollout
+from experiments.rollouts import save_rollout as save_rollout
+from miles_ext.capability import EngineCapability
+from miles_ext.weights import HandoffReport, WeightManifest
+
+START_FILE = "start.json"
+HANDOFF_FILE = "handoffs.jsonl"
+MANIFEST_FILE = "manifest.json"
+AUDIT_FILE = "audit.json"
+
+
+def record_start(arm_dir: Path, initial: WeightManifest, capabilities: Sequence[EngineCapability]) -> None:
+    """Write start.json: the digest of the weights before any update, and what every engine rank said of itself."""
+    arm_dir.mkdir(parents=True, exist_ok=True)
+    reports = [dataclasses.asdict(capability) for capability in capabilities]
+    start = {"weight_version": initial.version, "weights_digest": initial.digest, "capabilities": reports}
+    (arm_dir / START_FILE).write_text(json.dumps(start, indent=1, default=sorted) + "\n")
+
+
+def record_handoff(arm_dir: Path, step: int, manifest: WeightManifest, reports: Iterable[HandoffReport]) -> None:
+    """Append one line to handoffs.jsonl: the digest the trainer sent, and what every engine proved of it."""
+    line = {
+        "step": step, "version": manifest.version, "sent_digest": manifest.digest,
+        "reports": [dataclasses.asdict(report) for report in reports],
+    }  # fmt: skip
+    with (arm_dir / HANDOFF_FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_handoffs(arm_dir: Path) -> list[dict[str, Any]]:
+    """Lines of handoffs.jsonl in order of version; a version sent again (after a resume) counts once."""
+    file = arm_dir / HANDOFF_FILE
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for _, line in sorted({line["version"]: line for line in lines}.items())]
+
+
+def write_manifest(arm_dir: Path, failure: str = "") -> str:
+    """Write manifest.json over every file of the arm and return its digest; call it for failed runs too.
+
+    failure: why the arm ended early, empty when it finished.
+    """
+    files = {
+        name: {"sha256": sha256(arm_dir / name), "bytes": (arm_dir / name).stat().st_size} for name in _names(arm_dir)
+    }
+    text = json.dumps({"failure": failure, "files": files}, indent=1, sort_keys=True) + "\n"
+    (arm_dir / MANIFEST_FILE).write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def verify_manifest(arm_dir: Path) -> dict[str, Any]:
+    """Return the manifest; ValueError listing every file that is missing, changed or unlisted."""
+    file = arm_dir / MANIFEST_FILE
+    if not file.exists():
+        raise ValueError(f"{file} does not exist: the run was killed before it could write one, or the path is wrong")
+    manifest = json.loads(file.read_text())
+    listed, found = manifest["files"], set(_names(arm_dir))
+    missing, unlisted = sorted(listed.keys() - found), sorted(found - listed.keys())
+    changed = sorted(name for name in listed.keys() & found if sha256(arm_dir / name) != listed[name]["sha256"])
+    if missing or unlisted or changed:
+        raise ValueError(
+            f"{arm_dir} differs from its manifest: missing {missing}, unlisted {unlisted}, changed {changed}"
+        )
+    return manifest
+
+
+def arm_dirs(run_dir: Path) -> list[Path]:
+    """Folders of the arms of an experiment, in order of name. ValueError where there is none."""
+    found = sorted(
+        {file.parent for name in (MANIFEST_FILE, "metrics.jsonl", START_FILE) for file in run_dir.glob(f"*/{name}")}
+    )
+    if not found:
+        raise ValueError(f"{run_dir} holds no arm; accepted: runs/<experiment> with <arm>-s<seed> folders in it")
+    return found
+
+
+def arm_and_seed(arm_dir: Path) -> tuple[str, int]:
+    """`dflash2-s3` -> ("dflash2", 3)."""
+    arm, mark, seed = arm_dir.name.rpartition("-s")
+    if not mark or not seed.isdigit():
+        raise ValueError(f"arm folder is named {arm_dir.name!r}; accepted: <arm>-s<seed>")
+    return arm, int(seed)
+
+
+def bundle(run_dir: Path, archive: Path | None = None) -> tuple[Path, str]:
+    """Pack an experiment, every arm's manifest verified first; return the archive and its SHA-256.
+
+    The same files give the same bytes: names sorted, no times, owners or modes. Default: <run_dir>.tar beside it.
+    """
+    for arm in arm_dirs(run_dir):
+        verify_manifest(arm)
+    archive = archive or run_dir.with_name(run_dir.name + ".tar")
+    with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in _files(run_dir):
+            info = tarfile.TarInfo(f"{run_dir.name}/{name}")
+            info.size = (run_dir / name).stat().st_size
+            with (run_dir / name).open("rb") as file:
+                tar.addfile(info, file)
+    return archive, sha256(archive)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _names(arm_dir: Path) -> list[str]:
+    """Files a manifest covers: all but itself and the audit, which is made of it afterwards."""
+    return [name for name in _files(arm_dir) if name not in (MANIFEST_FILE, AUDIT_FILE)]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in _walk(folder))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Regular files; no links, and none of W&B's debug logs, which its service still writes after a run's end."""
+    for path in folder.rglob("*"):
+        wandb_log = path.name.startswith("debug") and path.suffix == ".log" and "wandb" in path.parts
+        if path.is_file() and not path.is_symlink() and not wandb_log:
+            yield path

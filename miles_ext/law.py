@@ -1,0 +1,197 @@
+"""The one function that makes q: the law of the next token after temperature, top-k and top-p.
+
+The regular sampler, the speculative verifier and the capture all use the tensor that `law` returns, so a recorded
+law is the sampling law by construction and not by agreement between implementations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from numpy.typing import ArrayLike, NDArray
+
+FilterOrder = Literal["top_k_first", "joint"]
+FILTER_ORDERS = ("top_k_first", "joint")
+
+
+def law(
+    logits: Float[Tensor, "n v"],
+    temperature: ArrayLike | Tensor = 1.0,
+    top_k: ArrayLike | Tensor = 0,
+    top_p: ArrayLike | Tensor = 1.0,
+    filter_order: FilterOrder = "top_k_first",
+) -> Float[Tensor, "n v"]:
+    """Probabilities of the next token, float32 [n, v] (float64 for float64 logits).
+
+    temperature (>= 0), top_k (off when <= 0 or >= v), top_p (> 0, off when >= 1): one number or one a row. Host
+    values (numbers, lists, numpy) cost no device synchronisation; device tensors are copied to the host.
+
+    top-k keeps the k largest logits, top-p the tokens whose strictly more likely mass lies below p; both keep every
+    tie of the last kept token, a tie being equality of the raw logits in working precision (float32, or float64).
+    `top_k_first` measures p on the renormalised top-k law, `joint` on the unfiltered one. A row that no filter
+    touches is softmax(logits / temperature), bit for bit, whatever its neighbours ask for. Temperature 0 (evaluation
+    only) puts all mass on the largest logit, the lowest id among ties, and ignores the filters.
+
+    A row with NaN, +inf or no finite logit comes out as NaN throughout: see `invalid`. -inf marks a forbidden token.
+    """
+    n, v = logits.shape
+    if filter_order not in FILTER_ORDERS:
+        raise ValueError(f"filter_order {filter_order!r}; accepted: {FILTER_ORDERS}")
+    heat = _host_rows(temperature, n, np.float64, "temperature")
+    k = _host_rows(top_k, n, np.int64, "top_k")
+    p = _host_rows(top_p, n, np.float64, "top_p")
+    _refuse(heat, ~(np.isfinite(heat) & (heat >= 0)), "temperature", "a finite number >= 0")
+    _refuse(p, ~(p > 0), "top_p", "a number > 0, where >= 1 means off")
+
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    greedy = heat == 0
+    k = np.where((k <= 0) | (k >= v), v, k)
+    filtered = ~greedy & ((k < v) | (p < 1))
+    scaled = _divide(z, np.where(greedy, 1.0, heat))
+    if filtered.any():
+        rows = np.flatnonzero(filtered)
+        cut = _cutoffs(_rows(z, rows), heat[rows], k[rows], p[rows], filter_order)
+        kept = _rows(scaled, rows).masked_fill(_rows(z, rows) < cut, -torch.inf)
+        scaled = kept if len(rows) == n else scaled.index_copy(0, _to(rows, z.device), kept)
+    probs = torch.softmax(scaled, dim=-1)
+    if greedy.any():
+        rows = _to(np.flatnonzero(greedy), z.device)
+        hot = torch.zeros_like(z[rows]).scatter_(1, z[rows].argmax(-1, keepdim=True), 1.0)
+        probs = probs.index_copy(0, rows, hot + 0.0 * probs[rows])  # 0 * NaN keeps an invalid row invalid
+    return probs
+
+
+def _cutoffs(
+    z: Float[Tensor, "r v"], heat: NDArray, k: NDArray, p: NDArray, filter_order: FilterOrder
+) -> Float[Tensor, "r 1"]:
+    """Smallest raw logit that each row keeps. Both filters cut a descending order, so one threshold says it all."""
+    p_only = k == z.shape[1]
+    if p_only.any() and not p_only.all():
+        # Rows with top-k need their k largest only; do not make them pay for a full sort.
+        cut = z.new_empty(z.shape[0], 1)
+        for part in (np.flatnonzero(p_only), np.flatnonzero(~p_only)):
+            cut.index_copy_(
+                0, _to(part, z.device), _cutoffs(_rows(z, part), heat[part], k[part], p[part], filter_order)
+            )
+        return cut
+    width = int(k.max())
+    if width == z.shape[1]:
+        top = z.sort(dim=-1, descending=True).values
+    else:
+        top = z.topk(width, dim=-1, sorted=True).values
+    last = _to(k[:, None] - 1, z.device)
+    kth = top.gather(1, last)
+    if (p >= 1).all():
+        return kth
+    heat_column = _to(heat[:, None], z.device)
+    highest = top[:, :1].double()
+    inside = torch.arange(width, device=z.device) <= last
+    mass = torch.where(inside, ((top.double() - highest) / heat_column).exp(), 0.0)
+    if filter_order == "joint":
+        total = ((z.double() - highest) / heat_column).exp().sum(-1, keepdim=True)
+    else:
+        ties_beyond = (z >= kth).sum(-1, keepdim=True) - last - 1
+        total = mass.sum(-1, keepdim=True) + ties_beyond * mass.gather(1, last)
+    # Rounded float64 mass may reach the total early: a row with p >= 1 must keep its whole top-k law.
+    limit = total * _to(np.where(p < 1, p, np.inf)[:, None], z.device)
+    before = mass.cumsum(-1) - mass
+    kept = ((before < limit) & inside).sum(-1, keepdim=True)
+    return top.gather(1, (kept - 1).clamp_min(0))
+
+
+def invalid(probs: Float[Tensor, "n v"]) -> Bool[Tensor, " n"]:
+    """Rows without a law (non-finite logits): `law` makes them NaN throughout, so one column tells."""
+    return probs[:, 0].isnan()
+
+
+def sample(probs: Float[Tensor, "n v"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Ids int64 [n] by inverting the float64 distribution function at `uniforms` (float64, in [0, 1)).
+
+    Never returns a token of zero mass, whatever rounding or scan order does. Invalid rows get -1.
+    """
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    # Parallel scans are not monotone to the last bit: only steps of positive mass may be hit.
+    cdf = torch.where(probs > 0, cdf, 0.0)
+    total = cdf.amax(-1)
+    target = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = (cdf > target[:, None]).to(torch.uint8).argmax(-1)
+    return torch.where(invalid(probs), -1, ids)
+
+
+def residual(p: Float[Tensor, "n v"], q: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """Law of the token drawn after a rejection: (p - q)+ normalised in float64, in the dtype of p.
+
+    p: target law, q: proposal law. Where p <= q everywhere the residual has no mass; a rejection there has
+    probability zero up to rounding, and p itself is the answer. NaN in either law makes the row NaN.
+    """
+    surplus = (p.double() - q.double()).clamp_min(0)
+    total = surplus.sum(-1, keepdim=True)
+    return torch.where(total == 0, p.double(), surplus / total).to(p.dtype)
+
+
+def head(probs: Float[Tensor, "n v"], k: int) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """The k likeliest tokens in falling order: ids int32 [n, k] and natural logs [n, k].
+
+    A probability that underflowed to zero is reported at the smallest normal number, so that logs stay finite.
+    """
+    if not 1 <= k <= probs.shape[1]:
+        raise ValueError(f"head size {k}; accepted: 1 to the vocabulary size {probs.shape[1]}; lower head_size")
+    values, ids = probs.topk(k, dim=-1, sorted=True)
+    return ids.int(), values.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+class PackedSupport(NamedTuple):
+    """Complete supports as flat rows, each in falling order of probability.
+
+    ids: int32 [nnz]. logprobs: [nnz], natural logs. lengths: int64 [n]. overflow: bool [n].
+    """
+
+    ids: Int[Tensor, " nnz"]
+    logprobs: Float[Tensor, " nnz"]
+    lengths: Int[Tensor, " n"]
+    overflow: Bool[Tensor, " n"]
+
+
+def pack_support(probs: Float[Tensor, "n v"], max_support: int) -> PackedSupport:
+    """Every token of positive probability. A row with more than max_support of them is flagged and left empty, never
+    cut short; an invalid row is empty too."""
+    counts = (probs > 0).sum(-1)
+    overflow = counts > max_support
+    lengths = torch.where(overflow, 0, counts)
+    width = int(lengths.max()) if len(lengths) else 0
+    values, ids = probs.topk(width, dim=-1, sorted=True)
+    kept = torch.arange(width, device=probs.device) < lengths[:, None]
+    return PackedSupport(ids[kept].int(), values[kept].log(), lengths, overflow)
+
+
+def _divide(z: Tensor, heat: NDArray) -> Tensor:
+    # Always a column, never a scalar: CUDA turns division by a scalar into a multiplication, and a row's bits must
+    # not depend on whether its neighbours share its temperature. x / 1 is exact either way.
+    return z if (heat == 1).all() else z / _to(heat[:, None], z.device).to(z.dtype)
+
+
+def _rows(z: Tensor, rows: NDArray) -> Tensor:
+    return z if len(rows) == z.shape[0] else z.index_select(0, _to(rows, z.device))
+
+
+def _to(array: NDArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _host_rows(value: ArrayLike | Tensor, n: int, dtype: type, name: str) -> NDArray:
+    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value).astype(dtype)
+    if array.ndim > 1 or (array.ndim == 1 and len(array) != n):
+        raise ValueError(f"{name} has shape {array.shape}; accepted: one number, or one for each of the {n} rows")
+    return np.broadcast_to(array, (n,))
+
+
+def _refuse(values: NDArray, bad: NDArray, name: str, accepted: str) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(f"{name} {values[row]} in row {row}; accepted: {accepted}")

@@ -1,0 +1,294 @@
+"""One pass over the logits: log-sum-exp, the sampled logit and the logits of a support, with their closed-form
+gradient. Works on one vocabulary shard of a tensor-parallel group as on the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from miles_ext.segments import Segments
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+CPU_CHUNK_BYTES = 1 << 20  # of one working buffer: about a core's L2
+DEVICE_CHUNK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns that this rank owns: ids start ... start + columns of its logits.
+
+    group: process group whose ranks hold the other shards (None: the logits are the whole vocabulary).
+    real_vocab: ids at or above it are padding, which gets no mass and no gradient (None: no padding).
+    """
+
+    group: dist.ProcessGroup | None = None
+    start: int = 0
+    real_vocab: int | None = None
+
+    def columns(self, width: int) -> int:
+        """How many of `width` local columns are not padding."""
+        return width if self.real_vocab is None else min(max(self.real_vocab - self.start, 0), width)
+
+
+class SupportLogits(NamedTuple):
+    """Logits divided by the temperature, float32 (float64 for float64 logits), replicated over the group.
+
+    sampled: [n]. support: [nnz]. lse: [n] log-sum-exp over the vocabulary, or None where not asked for.
+    entropy: [n] of the whole law in nats, no gradient, or None.
+    """
+
+    sampled: Float[Tensor, " n"]
+    support: Float[Tensor, " nnz"]
+    lse: Float[Tensor, " n"] | None
+    entropy: Float[Tensor, " n"] | None
+
+
+def support_logits(
+    logits: Float[Tensor, "n v"],
+    sampled: Int[Tensor, " n"],
+    token_ids: Int[Tensor, " nnz"],
+    rows: Segments,
+    temperature: float | Float[Tensor, " n"] = 1.0,
+    *,
+    shard: VocabShard | None = None,
+    normalise: bool = True,
+    entropy: bool = False,
+) -> SupportLogits:
+    """Sampled logit, support logits and log-sum-exp of each token, differentiable in the logits.
+
+    sampled: global ids int64 [n]. token_ids: global ids int64 [nnz], unique within a row. rows: their layout.
+    temperature: > 0, one number or one a token. normalise: False leaves the log-sum-exp out; the vocabulary is then
+    not read at all, forward or backward.
+
+    Forward communicates one MAX [n] and one packed SUM (without `normalise`, the SUM only). Backward communicates
+    nothing: upstream gradients are replicated, and each rank fills its own columns. Saved for backward: the logits
+    themselves and O(n + nnz) numbers.
+    """
+    shard = shard or VocabShard()
+    if entropy and not normalise:
+        raise ValueError("entropy of the whole law needs normalise=True")
+    return SupportLogits(
+        *_SupportLogits.apply(logits, sampled, token_ids, rows, temperature, shard, normalise, entropy)
+    )
+
+
+class _SupportLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, sampled, token_ids, rows, temperature, shard, normalise, entropy):
+        everyone = torch.arange(len(sampled), device=sampled.device)
+        real = shard.columns(logits.shape[1])
+        stats = row_stats(logits[:, :real], temperature, entropy=entropy) if normalise else None
+        at_sampled, at_support, lse, entropies = combine(
+            gather(logits, everyone, sampled, shard),
+            gather(logits, rows.index, token_ids, shard),
+            stats, rows, temperature, shard, entropy=entropy,
+        )  # fmt: skip
+        ctx.save_for_backward(logits, sampled, token_ids, at_sampled, at_support, lse)
+        ctx.rows, ctx.temperature, ctx.shard = rows, temperature, shard
+        ctx.set_materialize_grads(False)
+        if entropies is not None:
+            ctx.mark_non_differentiable(entropies)
+        return at_sampled, at_support, lse, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream):
+        logits, sampled, token_ids, at_sampled, at_support, lse = ctx.saved_tensors
+        outputs = SupportLogits(at_sampled, at_support, lse, None)
+        g_sampled, g_support, g_lse = upstream[:3]
+        grad = logit_gradient(
+            logits, sampled, token_ids, ctx.rows, ctx.temperature, ctx.shard,
+            outputs=outputs, g_sampled=g_sampled, g_support=g_support, g_lse=g_lse,
+        )  # fmt: skip
+        return grad, None, None, None, None, None, None, None
+
+
+def combine(
+    raw_sampled: Float[Tensor, " n"],
+    raw_support: Float[Tensor, " nnz"],
+    stats: RowStats | None,
+    rows: Segments,
+    temperature: float | Tensor,
+    shard: VocabShard,
+    *,
+    entropy: bool,
+) -> SupportLogits:
+    """Local gathers and sums of one shard into the group's result: one MAX [n], then one SUM of everything packed."""
+    parts = [raw_sampled, raw_support]
+    top = None
+    if stats is not None:
+        top = stats.top
+        if shard.group is not None:
+            top = top.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+            stats = stats.relative_to(top)
+        parts += [stats.total, stats.weighted] if entropy else [stats.total]
+    if shard.group is not None:
+        packed = torch.cat(parts)
+        dist.all_reduce(packed, group=shard.group)
+        parts = list(packed.split([len(part) for part in parts]))
+    return SupportLogits(
+        sampled=parts[0] / temperature,
+        support=parts[1] / per_entry(temperature, rows),
+        lse=None if top is None else top + parts[2].log(),
+        entropy=parts[2].log() - parts[3] / parts[2] if entropy else None,
+    )
+
+
+def logit_gradient(
+    logits: Float[Tensor, "n v"],
+    sampled: Int[Tensor, " n"],
+    token_ids: Int[Tensor, " nnz"],
+    rows: Segments,
+    temperature: float | Tensor,
+    shard: VocabShard,
+    *,
+    outputs: SupportLogits,
+    g_sampled: Tensor | None,
+    g_support: Tensor | None,
+    g_lse: Tensor | None,
+) -> Float[Tensor, "n v"]:
+    """Gradient in the raw logits: (g_sampled 1[j = y] + g_support 1[j in S] + g_lse p_j) / temperature.
+
+    The few entries that carry more than the softmax term are computed whole in working precision and then written
+    once: adding them to a softmax term that was already rounded to bfloat16 would lose 1 - p for likely tokens.
+    """
+    n, width = logits.shape
+    real = shard.columns(width)
+    # One spare element takes the writes of ids that another rank owns: no mask, so no device synchronisation.
+    blank = torch.zeros if g_lse is None else torch.empty
+    flat = blank(n * width + 1, dtype=logits.dtype, device=logits.device)
+    grad = flat[: n * width].view(n, width)
+    at_sampled = torch.zeros_like(outputs.sampled) if g_sampled is None else g_sampled
+    at_support = torch.zeros_like(outputs.support) if g_support is None else g_support
+    at_sampled = at_sampled + rows.sum(torch.where(token_ids == rows.spread(sampled), at_support, 0.0))
+    if g_lse is not None:
+        assert outputs.lse is not None
+        softmax_gradient_(grad[:, :real], logits[:, :real], temperature, outputs.lse, g_lse)
+        grad[:, real:] = 0
+        at_sampled = at_sampled + g_lse * (outputs.sampled - outputs.lse).exp()
+        at_support = at_support + rows.spread(g_lse) * (outputs.support - rows.spread(outputs.lse)).exp()
+    everyone = torch.arange(n, device=logits.device)
+    # Support first: the sampled token may be one of its entries, and its own value holds both terms.
+    for row, ids, value in (
+        (rows.index, token_ids, at_support / per_entry(temperature, rows)),
+        (everyone, sampled, at_sampled / temperature),
+    ):
+        column, owned = local_columns(ids, shard, width)
+        slot = row * width + column
+        slot = slot if owned is None else torch.where(owned, slot, n * width)
+        flat[slot] = value.to(flat.dtype)
+    return grad
+
+
+def working_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def per_entry(temperature: float | Tensor, rows: Segments) -> float | Tensor:
+    return rows.spread(temperature) if isinstance(temperature, Tensor) else temperature
+
+
+def local_columns(ids: Tensor, shard: VocabShard, width: int) -> tuple[Tensor, Tensor | None]:
+    """Local column of each global id, and which ids are owned here (None: all of them)."""
+    column = ids - shard.start
+    if shard.group is None:
+        return column, None
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def gather(logits: Tensor, row: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
+    """Raw logits at (row, id) in working precision, 0 where another rank owns the id."""
+    column, owned = local_columns(ids, shard, logits.shape[1])
+    found = logits[row, column].to(working_dtype(logits))
+    return found if owned is None else torch.where(owned, found, 0.0)
+
+
+class RowStats(NamedTuple):
+    """About each row's own maximum of z = logits / temperature: total = sum exp(z - top), weighted = sum of
+    (z - top) exp(z - top)."""
+
+    top: Tensor
+    total: Tensor
+    weighted: Tensor
+
+    def relative_to(self, top: Tensor) -> RowStats:
+        """The same sums about another, larger maximum."""
+        shift = self.top - top
+        factor = shift.exp()
+        weighted = torch.where(factor > 0, factor * (self.weighted + shift * self.total), 0.0)
+        return RowStats(top, torch.where(factor > 0, factor * self.total, 0.0 * top), weighted)
+
+
+def row_stats(logits: Float[Tensor, "n v"], temperature: float | Tensor, *, entropy: bool) -> RowStats:
+    """Reads each logit once, in chunks of rows that stay in cache."""
+    n, width = logits.shape
+    work = working_dtype(logits)
+    top, total, weighted = logits.new_zeros(3, n, dtype=work).unbind()
+    if width == 0:
+        return RowStats(top.fill_(-torch.inf), total, weighted)
+    step = rows_per_chunk(width, logits)
+    buffer = logits.new_empty(min(step, n), width, dtype=work)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        z = logits[part]
+        x = buffer[: len(z)]
+        if z.dtype != work:
+            z = x.copy_(z)
+        highest = z.amax(-1, keepdim=True)
+        # A shard may hold nothing but -inf: -inf - -inf would be NaN.
+        torch.sub(z, highest.clamp_min(torch.finfo(work).min), out=x)
+        heat = temperature[part, None] if isinstance(temperature, Tensor) else temperature
+        _exp_scaled_(x, 1 / heat)
+        top[part] = (highest / heat)[:, 0]
+        torch.sum(x, -1, out=total[part])
+        if entropy:
+            weighted[part] = torch.xlogy(x, x).sum(-1)
+    return RowStats(top, total, weighted)
+
+
+def softmax_gradient_(
+    out: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    temperature: float | Tensor,
+    lse: Float[Tensor, " n"],
+    scale: Float[Tensor, " n"],
+) -> None:
+    """out = scale / temperature * exp(logits / temperature - lse), in place and in chunks of rows."""
+    n, width = logits.shape
+    work = working_dtype(logits)
+    step = rows_per_chunk(width, logits)
+    shift, factor = (lse * temperature)[:, None], (scale / temperature)[:, None]
+    buffer = None if out.dtype == work else logits.new_empty(min(step, n), width, dtype=work)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        target = out[part]
+        x = target if buffer is None else buffer[: len(target)]
+        z = logits[part] if buffer is None else x.copy_(logits[part])
+        torch.sub(z, shift[part], out=x)
+        _exp_scaled_(x, 1 / (temperature[part, None] if isinstance(temperature, Tensor) else temperature))
+        x.mul_(factor[part])
+        if buffer is not None:
+            target.copy_(x)
+
+
+def _exp_scaled_(x: Tensor, scale: float | Tensor) -> None:
+    """x = exp(x * scale) in place. In float32 through base 2, whose kernel is over twice as fast on CPUs."""
+    if x.dtype == torch.float64:
+        x.mul_(scale).exp_()
+    else:
+        x.mul_(scale * math.log2(math.e)).exp2_()
+
+
+def rows_per_chunk(width: int, like: Tensor) -> int:
+    size = CPU_CHUNK_BYTES if like.device.type == "cpu" else DEVICE_CHUNK_BYTES
+    return max(1, size // (max(width, 1) * torch.finfo(working_dtype(like)).bits // 8))

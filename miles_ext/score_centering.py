@@ -1,0 +1,327 @@
+"""The score-centered policy gradient: A (w_y s_y - E_q[w s]), s the score, in closed form on recorded supports.
+
+Per token, with everything but log p held fixed:
+
+    L = -A [ w_y log p_y - sum_v c_v log p_v ],      dL/dz_j = -(A/T) [ w_y 1[j=y] - c_j - (w_y - sum c) p_j ]
+
+complete support S: p renormalised over S, c_v = m_v = q_v f(p_v/q_v). head H: whole-vocabulary laws and a tail of
+q modelled as proportional to p, which folds into c_v = m_v - alpha p_v. See docs/math.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from miles_ext.logprobs import SupportLogits, VocabShard, support_logits
+from miles_ext.segments import Segments
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from numpy.typing import NDArray
+
+Mode = Literal["none", "tis", "mis"]
+Centering = Literal["on", "off", "diagnose"]
+
+
+@dataclass(frozen=True)
+class EstimatorConfig:
+    """mode: importance weight f(r), r = p/q: `none` 1; `tis` min(r, tis_clip); `mis` r inside [mis_low, mis_high],
+    else 0. centering: `on` subtracts the correction, `diagnose` computes it for the metrics and applies nothing,
+    `off` leaves it out. rho_max: bound of the tail ratio. tail_floor: smallest tail mass that float32 can tell from
+    rounding; float64 needs none. entropy: report the entropy of the trainer's law.
+    """
+
+    mode: Mode = "none"
+    centering: Centering = "on"
+    tis_clip: float = 2.0
+    mis_low: float = 0.5
+    mis_high: float = 5.0
+    rho_max: float = 10.0
+    tail_floor: float = 1e-6
+    entropy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("none", "tis", "mis"):
+            raise ValueError(f"mode {self.mode!r}; accepted: 'none', 'tis', 'mis'")
+        if self.centering not in ("on", "off", "diagnose"):
+            raise ValueError(f"centering {self.centering!r}; accepted: 'on', 'off', 'diagnose'")
+        for name in ("tis_clip", "rho_max"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} {getattr(self, name)}; accepted: a number > 0")
+        if not 0 < self.mis_low < self.mis_high:
+            raise ValueError(f"mis bounds [{self.mis_low}, {self.mis_high}]; accepted: 0 < mis_low < mis_high")
+        if not 0 < self.tail_floor < 1:
+            raise ValueError(f"tail_floor {self.tail_floor}; accepted: a number in (0, 1)")
+
+
+@dataclass(frozen=True)
+class SupportTensors:
+    """Recorded laws of n sampled tokens on one device; the tensor form of `records.SupportRows`.
+
+    token_ids: int64 [nnz]. logprobs: [nnz], log q. rows: layout of the entries. sampled: int64 [n].
+    sampled_logprobs: [n], log q of the sampled token. kind: `complete` rows hold all of q's support, `head` rows its
+    likeliest tokens. A token without entries takes part as follows: complete, not at all (loss and gradient 0, meant
+    for padding); head, as plain policy gradient.
+    """
+
+    token_ids: Int[Tensor, " nnz"]
+    logprobs: Float[Tensor, " nnz"]
+    rows: Segments
+    sampled: Int[Tensor, " n"]
+    sampled_logprobs: Float[Tensor, " n"]
+    kind: Literal["complete", "head"]
+
+    @classmethod
+    def from_arrays(
+        cls,
+        token_ids: NDArray[np.integer],
+        logprobs: NDArray[np.floating],
+        offsets: NDArray[np.integer],
+        sampled: NDArray[np.integer],
+        sampled_logprobs: NDArray[np.floating],
+        kind: Literal["complete", "head"],
+        device: torch.device | str = "cpu",
+    ) -> SupportTensors:
+        """From host arrays, flat rows as in `records.SupportRows`. Raises ValueError where lengths disagree."""
+        if kind not in ("complete", "head"):
+            raise ValueError(f"kind {kind!r}; accepted: 'complete', 'head'")
+        if not (len(sampled) == len(sampled_logprobs) == len(offsets) - 1):
+            raise ValueError(
+                f"{len(sampled)} sampled ids, {len(sampled_logprobs)} sampled logprobs and {len(offsets) - 1} rows; "
+                "accepted: one of each a token"
+            )
+        if not (len(token_ids) == len(logprobs) == offsets[-1]):
+            raise ValueError(
+                f"{len(token_ids)} ids and {len(logprobs)} logprobs for offsets that end at {offsets[-1]}; "
+                "accepted: one of each an entry"
+            )
+        return cls(
+            token_ids=torch.from_numpy(np.array(token_ids, np.int64)).to(device),
+            logprobs=torch.from_numpy(np.array(logprobs)).to(device),
+            rows=Segments.from_offsets(offsets, device),
+            sampled=torch.from_numpy(np.array(sampled, np.int64)).to(device),
+            sampled_logprobs=torch.from_numpy(np.array(sampled_logprobs)).to(device),
+            kind=kind,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampled)
+
+
+def weights(log_ratio: Tensor, cfg: EstimatorConfig) -> Tensor:
+    """f(r) of r = exp(log_ratio)."""
+    if cfg.mode == "none":
+        return torch.ones_like(log_ratio)
+    if cfg.mode == "tis":
+        return log_ratio.clamp_max(math.log(cfg.tis_clip)).exp()
+    # Outside the band exp may be inf: select, never multiply by the mask.
+    return torch.where(_in_band(log_ratio, cfg), log_ratio.exp(), 0.0)
+
+
+def masses(lp: Tensor, lq: Tensor, cfg: EstimatorConfig) -> Tensor:
+    """q f(p/q) from log p and log q, without ever forming an unbounded ratio."""
+    if cfg.mode == "none":
+        return lq.exp()
+    if cfg.mode == "tis":
+        return torch.minimum(lp, lq + math.log(cfg.tis_clip)).exp()
+    low, high = math.log(cfg.mis_low), math.log(cfg.mis_high)
+    return torch.where((lq + low <= lp) & (lp <= lq + high), lp.exp(), 0.0)
+
+
+def tail_scale(log_rho: Tensor, cfg: EstimatorConfig) -> Tensor:
+    """alpha = rho f(1/rho), rho the ratio of q's tail mass to p's."""
+    if cfg.mode == "none":
+        return log_rho.exp()
+    if cfg.mode == "tis":
+        return (log_rho + math.log(cfg.tis_clip)).clamp_max(0.0).exp()
+    return _in_band(-log_rho, cfg).to(log_rho.dtype)
+
+
+def _in_band(log_ratio: Tensor, cfg: EstimatorConfig) -> Tensor:
+    return (log_ratio >= math.log(cfg.mis_low)) & (log_ratio <= math.log(cfg.mis_high))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, accurate at both ends; x >= 0 (a mass that rounds to one) gives the smallest
+    mass that the type holds."""
+    x = x.clamp_max(-torch.finfo(x.dtype).tiny)
+    return torch.where(x > -math.log(2), (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
+
+
+class Coefficients(NamedTuple):
+    """What the gradient is made of. weight: [n], w_y. entries: [nnz], c_v. total: [n], sum of c over the row."""
+
+    weight: Tensor
+    entries: Tensor
+    total: Tensor
+    log_mass_q: Tensor
+    log_mass_p: Tensor
+    log_rho: Tensor
+    rho_bounded: Tensor
+
+
+def coefficients(
+    lp_sampled: Float[Tensor, " n"],
+    lq_sampled: Float[Tensor, " n"],
+    lp: Float[Tensor, " nnz"],
+    lq: Float[Tensor, " nnz"],
+    rows: Segments,
+    kind: Literal["complete", "head"],
+    cfg: EstimatorConfig,
+) -> Coefficients:
+    """Weights and centering coefficients from log p and log q of the sampled tokens and of the support entries.
+
+    complete: lp must be normalised over the support. head: lp and lq are normalised over the whole vocabulary.
+    """
+    weight = weights(lp_sampled - lq_sampled, cfg)
+    mass = masses(lp, lq, cfg)
+    log_mass_q, log_mass_p = rows.logsumexp(lq), rows.logsumexp(lp)
+    zero = torch.zeros_like(weight)
+    if kind == "complete":
+        return Coefficients(weight, mass, rows.sum(mass), log_mass_q, log_mass_p, zero, zero)
+    log_tail_q, log_tail_p = log1mexp(log_mass_q), log1mexp(log_mass_p)
+    if lp.dtype == torch.float32:
+        floor = math.log(cfg.tail_floor)
+        log_tail_q, log_tail_p = log_tail_q.clamp_min(floor), log_tail_p.clamp_min(floor)
+    unbounded = log_tail_q - log_tail_p
+    log_rho = unbounded.clamp_max(math.log(cfg.rho_max))
+    entries = mass - rows.spread(tail_scale(log_rho, cfg)) * lp.exp()
+    bounded = (unbounded > log_rho).to(weight.dtype)
+    return Coefficients(weight, entries, rows.sum(entries), log_mass_q, log_mass_p, log_rho, bounded)
+
+
+def score_centered_loss(
+    logits: Float[Tensor, "n v"],
+    support: SupportTensors,
+    advantages: Float[Tensor, " n"],
+    cfg: EstimatorConfig,
+    temperature: float | Float[Tensor, " n"] = 1.0,
+    shard: VocabShard | None = None,
+) -> tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]:
+    """Loss and metrics of each token; row t of `logits` is the trainer's prediction of `support.sampled[t]`.
+
+    logits: raw, any float dtype (float32 arithmetic; float64 stays float64), one vocabulary shard where `shard` says
+    so. temperature: the sampler's. Reduce with the caller's mask and global denominators; select with `where`, since
+    a padding row's loss may be anything. The gradient is the closed form above; beyond the logits, O(n + nnz) numbers
+    are kept for it. Non-finite logits give a non-finite loss.
+    """
+    found = support_logits(
+        logits, support.sampled, support.token_ids, support.rows, temperature,
+        shard=shard, normalise=support.kind == "head", entropy=cfg.entropy and support.kind == "head",
+    )  # fmt: skip
+    return loss_from_support_logits(found, support, advantages, cfg, temperature)
+
+
+def loss_from_support_logits(
+    found: SupportLogits,
+    support: SupportTensors,
+    advantages: Float[Tensor, " n"],
+    cfg: EstimatorConfig,
+    temperature: float | Float[Tensor, " n"] = 1.0,
+) -> tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]:
+    """`score_centered_loss` from logits that were already gathered: by `support_logits`, or by a chunked or
+    support-only LM head. `temperature` only scales the reported correction norm."""
+    rows, complete = support.rows, support.kind == "complete"
+    with torch.no_grad():
+        dtype = found.sampled.dtype
+        advantages = advantages.to(dtype)
+        lq, lq_sampled = support.logprobs.to(dtype), support.sampled_logprobs.to(dtype)
+        if complete:
+            lse = rows.logsumexp(found.support)
+            present = rows.sum(torch.ones_like(lq)) > 0
+            lse = torch.where(present, lse, found.sampled)
+            advantages = torch.where(present, advantages, 0.0)
+        else:
+            assert found.lse is not None
+            lse = found.lse
+        lp, lp_sampled = found.support - rows.spread(lse), found.sampled - lse
+        parts = coefficients(lp_sampled, lq_sampled, lp, lq, rows, support.kind, cfg)
+
+        policy = -advantages * parts.weight * lp_sampled
+        c = parts.entries if cfg.centering != "off" else torch.zeros_like(parts.entries)
+        c_total = parts.total if cfg.centering != "off" else torch.zeros_like(parts.total)
+        correction = advantages * rows.sum(torch.where(c != 0, c * lp, 0.0))
+        p = lp.exp()
+        norm = advantages.abs() / temperature * rows.sum((c - rows.spread(c_total) * p).square()).sqrt()
+        metrics = _metrics(parts, found, support, lp, lp_sampled, lq_sampled, cfg)
+        metrics |= {
+            "pg_loss": policy,
+            "correction_loss": correction,
+            "correction_norm": norm,
+            "correction_tail": advantages.abs() / temperature * (c_total * (1 - parts.log_mass_p.exp())).abs(),
+        }
+        applied = cfg.centering == "on"
+        value = policy + correction if applied else policy
+        pull = advantages * (parts.weight - c_total) if applied else advantages * parts.weight
+        g_support = rows.spread(advantages) * c if applied else None
+        if complete:
+            local = rows.spread(pull) * p
+            g_support = local if g_support is None else g_support + local
+    loss = _ClosedForm.apply(
+        found.sampled, found.support, found.lse, value, -advantages * parts.weight, g_support,
+        None if complete else pull, rows,
+    )  # fmt: skip
+    return loss, metrics
+
+
+def _metrics(
+    parts: Coefficients,
+    found: SupportLogits,
+    support: SupportTensors,
+    lp: Tensor,
+    lp_sampled: Tensor,
+    lq_sampled: Tensor,
+    cfg: EstimatorConfig,
+) -> dict[str, Tensor]:
+    rows = support.rows
+    ratio = lp_sampled - lq_sampled
+    clipped = torch.zeros_like(ratio)
+    if cfg.mode == "tis":
+        clipped = (ratio > math.log(cfg.tis_clip)).to(ratio.dtype)
+    elif cfg.mode == "mis":
+        clipped = (~_in_band(ratio, cfg)).to(ratio.dtype)
+    hit = (support.token_ids == rows.spread(support.sampled)).to(ratio.dtype)
+    metrics = {
+        "logprob": lp_sampled,
+        "logprob_gap": ratio.abs(),
+        "weight": parts.weight,
+        "weight_clipped": clipped,
+        "head_mass_q": parts.log_mass_q.exp(),
+        "head_mass_p": parts.log_mass_p.exp(),
+        "tail_ratio": parts.log_rho.exp(),
+        "tail_ratio_bounded": parts.rho_bounded,
+        "support_size": rows.sum(torch.ones_like(lp)),
+        "sampled_in_support": rows.sum(hit),
+    }
+    if cfg.entropy:
+        local = -rows.sum(torch.where(lp == -torch.inf, 0.0, lp.exp() * lp))
+        metrics["entropy"] = local if found.entropy is None else found.entropy
+    return metrics
+
+
+class _ClosedForm(torch.autograd.Function):
+    """Gives `value` the gradient g_sampled, g_support, g_lse in the three kinds of logit."""
+
+    @staticmethod
+    def forward(ctx, sampled, support, lse, value, g_sampled, g_support, g_lse, rows):
+        ctx.save_for_backward(g_sampled, g_support, g_lse)
+        ctx.rows = rows
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        g_sampled, g_support, g_lse = ctx.saved_tensors
+        return (
+            upstream * g_sampled,
+            None if g_support is None else ctx.rows.spread(upstream) * g_support,
+            None if g_lse is None else upstream * g_lse,
+            None, None, None, None, None,
+        )  # fmt: skip

@@ -24,10 +24,11 @@ _FINISH_TIMEOUT_S = 60.0
 
 def default_mode() -> WandbMode:
     """WANDB_MODE where it is set, else online beside a WANDB_API_KEY, else offline."""
-    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-    if mode not in get_args(WandbMode):
-        raise ValueError(f"WANDB_MODE is {mode!r}; accepted: {', '.join(get_args(WandbMode))}; correct or unset it")
-    return mode
+    asked = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    for mode in get_args(WandbMode):
+        if asked == mode:
+            return mode
+    raise ValueError(f"WANDB_MODE is {asked!r}; accepted: {', '.join(get_args(WandbMode))}; correct or unset it")
 
 
 class Tracker:

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments.rollouts import rollout_file, save_rollout
-from miles_ext.records import Commit, Completion, SpecCounters, Status, SupportRows, Trajectory
+from miles_ext.records import Commit, Completion, SpecCounters, Status, SupportKind, SupportRows, Trajectory
 
 VOCAB = 24
 
 
 def completion(
-    rng: np.random.Generator, prompt: list[int], length: int, version: int = 1, kind="complete"
+    rng: np.random.Generator, prompt: list[int], length: int, version: int = 1, kind: SupportKind = "complete"
 ) -> Completion:
     """A response of `length` tokens, each drawn from a random law of 2 to 6 tokens."""
     ids, logprobs, lengths, response, sampled = [], [], [], [], []
@@ -44,7 +44,9 @@ def completion(
     )  # fmt: skip
 
 
-def trajectories(seed: int, version: int = 1, kind="complete", groups: int = 2, size: int = 2) -> list[Trajectory]:
+def trajectories(
+    seed: int, version: int = 1, kind: SupportKind = "complete", groups: int = 2, size: int = 2
+) -> list[Trajectory]:
     """`groups` prompts, `size` responses each; prompts depend on `version` alone, responses on the seed too."""
     rng, found = np.random.default_rng(seed), []
     for group in range(groups):

@@ -23,7 +23,7 @@ COMPARISON_FILE = "comparison.json"
 HEADLINES = (
     ("eval before", "eval", "before"),
     ("eval after", "eval", "after"),
-    ("reward, last quarter", "reward", "last_quarter"),
+    ("late reward", "reward", "last_quarter"),
     ("tokens/s", "tokens_per_s", "median"),
     ("accept length", "accept_length", "median"),
     ("logprob gap", "logprob_gap", "median"),

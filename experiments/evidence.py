@@ -115,9 +115,9 @@ def write_page(file: Path, title: str, about: str, evidence: dict[str, Any]) -> 
 
 
 def figure(value: float) -> str:
-    """A number as a person wants to read it: whole numbers whole, four significant digits otherwise."""
+    """A number as a person wants to read it: whole from 1,000 on, else four significant digits."""
     whole = math.isfinite(value) and float(value).is_integer() and abs(value) < 1e15
-    return f"{int(value):,}" if whole else f"{value:.4g}"
+    return f"{value:,.0f}" if whole or 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def versions() -> dict[str, str]:

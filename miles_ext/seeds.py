@@ -28,7 +28,8 @@ def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArra
 
     Counter-based: the SplitMix64 finaliser (Steele, Lea and Flood 2014) over the key, then over key + counter.
     """
-    key = _mix(np.asarray(seeds, dtype=np.uint64) + np.uint64(int(purpose) + 1) * _GOLDEN)
+    purpose_key = np.array([int(purpose) + 1], np.uint64) * _GOLDEN
+    key = _mix(np.asarray(seeds, dtype=np.uint64) + purpose_key)
     bits = _mix(key + np.asarray(positions, dtype=np.uint64) * _GOLDEN)
     return (_mix(bits ^ key) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 

@@ -1,0 +1,175 @@
+"""The requests of one call: which of them occupy a cache slot now, what they have committed, and when they end.
+
+All state is flat numpy over requests; the live requests sit in slots 0 .. len(live) - 1, so that every forward pass
+runs on a prefix of the cache and a finished response costs the others nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_ext.records import Commit, Status
+from miles_ext.seeds import Purpose, uniforms
+from rollout.embedded.text import Text
+from rollout.engine import Request
+
+Ints = NDArray[np.int64]
+PREFILL_TOKENS = 16384  # prompt tokens, padding included, of one prefill pass
+
+
+class Reason(IntEnum):
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+def commit_kinds(width: int) -> NDArray[np.uint8]:
+    """Kinds [width + 1, width] of the tokens of a step, by how many it commits: drafts, then the bonus."""
+    table = np.full((width + 1, width), Commit.DRAFT, np.uint8)
+    table[np.arange(1, width + 1), np.arange(width)] = Commit.REJECT_BONUS
+    table[width, width - 1] = Commit.FULL_BONUS if width > 1 else Commit.PLAIN
+    return table
+
+
+class Batch:
+    """Requests in flight. `width`: slots of a step, 1 for regular decoding. `purposes`: the uniforms a step needs."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        context_length: int,
+        capacity: int,
+        width: int,
+        purposes: Sequence[Purpose],
+        text: Text,
+    ) -> None:
+        self.requests, self.capacity, self.width, self.text = requests, capacity, width, text
+        self.prompt_length = np.array([len(r.prompt_ids) for r in requests], np.int64)
+        wanted = np.array([r.max_new_tokens for r in requests], np.int64)
+        self.limit = np.minimum(wanted, context_length - self.prompt_length)
+        self.support_cap = np.array(
+            [r.spec.max_support if r.spec.capture == "complete" else np.iinfo(np.int64).max for r in requests], np.int64
+        )
+        self.stop_ids = self._pad([r.stop_ids for r in requests])
+        self.has_strings = np.array([bool(r.stop_strings) for r in requests])
+
+        count, longest = len(requests), int(self.limit.max())
+        self.tokens = np.zeros((count, longest), np.int32)
+        self.commits = np.zeros((count, longest), np.uint8)
+        self.length = np.zeros(count, np.int64)
+        self.last = np.zeros(count, np.int64)
+        self.reason = np.zeros(count, np.uint8)
+        self.status = np.zeros(count, np.uint8)  # of the last token; all before it are OK
+        self.steps, self.proposed, self.accepted = (np.zeros(count, np.int64) for _ in range(3))
+
+        self.live: Ints = np.zeros(0, np.int64)
+        self.waiting = 0  # requests[waiting:] hold no slot yet
+        self.purposes = tuple(purposes)
+        self._seeds = np.array([r.spec.seed for r in requests], np.uint64)
+        self._draws = np.zeros((capacity, longest + width, len(self.purposes)))
+        self._columns = np.arange(width)
+
+    @staticmethod
+    def _pad(groups: Sequence[tuple[int, ...]]) -> Ints | None:
+        width = max(map(len, groups))
+        if not width:
+            return None
+        return np.array([[*group, *[-2] * (width - len(group))] for group in groups], np.int64)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(len(self.live)) or self.waiting < len(self.requests)
+
+    def admit(self) -> Ints:
+        """Give free slots, after the live ones, to waiting requests; return the new ones (none while few are free).
+
+        A prefill delays every live row by about a step, so an eighth of the slots is refilled at a time.
+        """
+        free = min(self.capacity - len(self.live), len(self.requests) - self.waiting)
+        remaining = len(self.requests) - self.waiting
+        if not free or (len(self.live) and free < min(remaining, -(-self.capacity // 8))):
+            return np.zeros(0, np.int64)
+        lengths = np.maximum.accumulate(self.prompt_length[self.waiting : self.waiting + free])
+        fits = int(np.searchsorted(lengths * np.arange(1, free + 1), PREFILL_TOKENS, side="right"))
+        new = np.arange(self.waiting, self.waiting + max(1, fits))
+        slots = slice(len(self.live), len(self.live) + len(new))
+        positions = np.arange(self._draws.shape[1])
+        for i, purpose in enumerate(self.purposes):
+            self._draws[slots, :, i] = uniforms(self._seeds[new, None], positions, purpose)
+        self.waiting += len(new)
+        self.live = np.concatenate([self.live, new])
+        return new
+
+    def draws(self, slots: slice) -> NDArray[np.float64]:
+        """Uniforms [B, width, purposes] of the next positions of the requests in `slots`."""
+        ids = np.arange(slots.start, slots.stop)
+        return self._draws[ids[:, None], self.length[self.live[slots], None] + self._columns]
+
+    def commit(
+        self, rows: Ints, tokens: Ints, counts: Ints, kinds: NDArray[np.uint8], sizes: Ints | None = None
+    ) -> Ints:
+        """Append the first `counts` of `tokens` [B, w] to requests `rows`, up to the first that ends a response.
+
+        kinds: uint8 [B, w]. sizes: entries of each token's support, where some request has a cap that may bind.
+        Returns how many were kept, int64 [B]; the last kept token of an aborted response has a status that is not OK.
+        """
+        width = tokens.shape[1]
+        columns = self._columns[:width]
+        start = self.length[rows]
+        bad = np.where(tokens < 0, np.uint8(Status.INVALID), np.uint8(Status.OK))
+        if sizes is not None:
+            bad[(sizes > self.support_cap[rows, None]) & (bad == Status.OK)] = Status.OVERFLOW
+        ends = bad != Status.OK
+        if self.stop_ids is not None:
+            ends = ends | (tokens[:, :, None] == self.stop_ids[rows, None]).any(-1)
+        first_end = np.where(ends.any(1), ends.argmax(1) + 1, width + 1)
+        keep = np.minimum(np.minimum(counts, self.limit[rows] - start), first_end)
+
+        kept = columns < keep[:, None]
+        row, column = np.nonzero(kept)
+        at = rows[row], start[row] + column
+        self.tokens[at] = np.maximum(tokens[row, column], 0)
+        self.commits[at] = kinds[row, column]
+
+        final = np.arange(len(rows)), keep - 1
+        reason = np.where(start + keep == self.limit[rows], np.uint8(Reason.LENGTH), np.uint8(Reason.RUNNING))
+        reason[first_end == keep] = Reason.STOP
+        reason[bad[final] != Status.OK] = Reason.ABORT
+        if self.has_strings[rows].any():
+            for i in np.flatnonzero(self.has_strings[rows]).tolist():
+                self._stop_at_string(i, rows[i], start[i], keep, reason)
+        self.reason[rows] = reason
+        self.status[rows] = np.where(reason == Reason.ABORT, bad[np.arange(len(rows)), keep - 1], Status.OK)
+        self.length[rows] = start + keep
+        self.last[rows] = tokens[np.arange(len(rows)), keep - 1]
+        return keep
+
+    def _stop_at_string(self, i: int, row: int, start: int, keep: Ints, reason: NDArray[np.uint8]) -> None:
+        usable = int(keep[i]) - (reason[i] == Reason.ABORT)
+        tokens = self.tokens[row, : start + usable]
+        found = self.text.stop_after(tokens, usable, self.requests[row].stop_strings)
+        if found is not None:
+            keep[i], reason[i] = found, Reason.STOP
+
+    def count_step(self, counts: Ints, keep: Ints) -> None:
+        """Speculative counters of one step of the live requests."""
+        self.steps[self.live] += 1
+        self.proposed[self.live] += self.width - 1
+        self.accepted[self.live] += np.minimum(counts - 1, keep)
+
+    def release(self) -> tuple[Ints, Ints]:
+        """Take finished requests out; return (sources, targets): slots whose contents must move into the gaps."""
+        running = self.reason[self.live] == Reason.RUNNING
+        count = int(running.sum())
+        targets = np.flatnonzero(~running[:count])
+        sources = np.flatnonzero(running[count:]) + count
+        self.live[targets] = self.live[sources]
+        self._draws[targets] = self._draws[sources]
+        self.live = self.live[:count]
+        return sources, targets

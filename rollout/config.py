@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class RolloutConfig(BaseModel):
     """Engines and the Ray workers that hold them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     engine: Literal["embedded"] = "embedded"
     workers: int = Field(default=1, ge=1)

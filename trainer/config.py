@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class EstimatorSettings(BaseModel):
     """The policy gradient: see docs/math.md."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Literal["none", "tis", "mis"] = "none"
     centering: Literal["on", "off", "diagnose"] = "on"
@@ -23,7 +23,7 @@ class EstimatorSettings(BaseModel):
 class TrainerConfig(BaseModel):
     """Optimisation and the Ray workers that do it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     backend: Literal["torch"] = "torch"
     workers: int = Field(default=1, ge=1)
@@ -54,4 +54,6 @@ class TrainerConfig(BaseModel):
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     content_failure: Literal["stop", "drop_group"] = "stop"
     """What a support overflow or an invalid row does: end the run, or make the prompt's whole group untrainable."""
+    bucket_mb: float = Field(default=256.0, gt=0)
+    """Weights travel to the engines in buckets of this many MiB at most."""
     estimator: EstimatorSettings = EstimatorSettings()

@@ -1,4 +1,4 @@
-"""The transformer block that the target decoder and the draft share: RMSNorm, rotary positions, grouped attention, SwiGLU.
+"""The transformer block that target and draft share: RMSNorm, rotary positions, grouped attention, SwiGLU.
 
 Weights that are multiplied with the same input are fused into one matrix (q, k, v; gate, up); `hf_views` shows them
 under their Hugging Face names, as views, so that loading and exporting need no copy of their own.

@@ -23,3 +23,7 @@ class CheckpointError(ValueError):
 
 class EngineError(RuntimeError):
     """An engine failed for a reason that does not depend on content: the request may be issued again."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: a loss or a gradient is not finite. The weights were not touched."""

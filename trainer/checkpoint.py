@@ -1,0 +1,105 @@
+"""Checkpoints that are whole or absent: written aside, synced, renamed, and only then pointed at."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import xxhash
+
+from miles_ext.errors import CheckpointError
+from trainer.backends.base import Backend
+
+CONTENTS = "contents.json"
+LATEST = "latest"
+
+
+def save(backend: Backend, folder: Path, version: int) -> None:
+    """Write weights, optimizer, update count, random state and `version` to `folder`; point `latest` beside it there.
+
+    Collective; all ranks must see the same file system. A folder of that name is replaced.
+    """
+    aside = folder.with_name(f"{folder.name}.partial")
+    if backend.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    _barrier(backend)
+    backend.save(aside)
+    _barrier(backend)
+    if backend.rank == 0:
+        files = {file.name: _digest(file) for file in sorted(aside.iterdir())}
+        _write(aside / CONTENTS, json.dumps({"version": version, "updates": backend.updates, "files": files}, indent=1))
+        for file in (*aside.iterdir(), aside):
+            _sync(file)
+        _replace(aside, folder)
+        _write(folder.with_name(f"{LATEST}.partial"), folder.name + "\n")
+        os.replace(folder.with_name(f"{LATEST}.partial"), folder.with_name(LATEST))
+        _sync(folder.parent)
+    _barrier(backend)
+
+
+def load(backend: Backend, folder: Path) -> int:
+    """Restore what `save` wrote and return its version. CheckpointError where it is incomplete or does not fit."""
+    contents = verify(folder)
+    try:
+        backend.load(folder)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} does not fit the model being trained: {error}") from error
+    return contents["version"]
+
+
+def latest(root: Path) -> Path | None:
+    """The folder that `latest` under `root` points at; None where nothing was saved yet."""
+    pointer = root / LATEST
+    return root / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def verify(folder: Path) -> dict:
+    """The table of contents; CheckpointError naming each file that is missing or differs from it."""
+    if not (folder / CONTENTS).is_file():
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {CONTENTS}; use an earlier one")
+    contents = json.loads((folder / CONTENTS).read_text())
+    wrong = [
+        name for name, digest in contents["files"].items()
+        if not (folder / name).is_file() or _digest(folder / name) != digest
+    ]  # fmt: skip
+    if wrong:
+        raise CheckpointError(f"{folder} is damaged: {wrong} are missing or changed; use an earlier checkpoint")
+    return contents
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as content:
+        while block := content.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _barrier(backend: Backend) -> None:
+    backend.sum_over_ranks(torch.zeros(1))

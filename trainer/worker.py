@@ -1,0 +1,135 @@
+"""The trainer as Ray actors, one a data-parallel rank, in one placement group."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_ext.records import Trajectory
+from miles_ext.weights import WeightManifest
+from trainer import checkpoint
+from trainer.backends.torch import TorchBackend, pick_device
+from trainer.config import TrainerConfig
+from trainer.handoff import Bucket, export
+from trainer.step import train_step
+
+
+class TrainerWorker:
+    """One rank. Every method but `ready` is collective: all ranks make the same calls in the same order."""
+
+    def __init__(
+        self, config: TrainerConfig, target: Path, seed: int, rank: int = 0, world_size: int = 1,
+        master_addr: str = "127.0.0.1", master_port: int = 0,
+    ) -> None:  # fmt: skip
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(seed)
+        if world_size > 1:
+            device = pick_device(config.device)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world_size,
+            )  # fmt: skip
+        self.config = config
+        self.version = 0
+        self.backend = TorchBackend(config, target, rank=rank, world_size=world_size)
+
+    def ready(self) -> bool:
+        return True
+
+    def train(
+        self, trajectories: Sequence[Trajectory], *, temperature: float, step: int = 0, probe: Path | None = None
+    ) -> dict[str, float]:
+        """See trainer.step.train_step; adds perf/train_rss_mb, the largest resident size of any rank so far."""
+        metrics = train_step(
+            self.backend, trajectories, self.config, temperature=temperature, step=step, probe=probe
+        )
+        sizes = torch.zeros(self.backend.world_size)
+        sizes[self.backend.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return {**metrics, "perf/train_rss_mb": float(self.backend.sum_over_ranks(sizes).max())}
+
+    def export(self, version: int, dtype: str) -> tuple[WeightManifest, list[Bucket]]:
+        """Manifest and buckets (empty on ranks other than 0); remembers the version for `save`."""
+        self.version = version
+        return export(self.backend, version, dtype, self.config.bucket_mb)
+
+    def save(self, path: Path) -> None:
+        checkpoint.save(self.backend, path, self.version)
+
+    def load(self, path: Path) -> int:
+        """Restore a checkpoint; return the weight version it was saved under."""
+        self.version = checkpoint.load(self.backend, path)
+        return self.version
+
+    def save_hf(self, path: Path) -> None:
+        self.backend.save_hf(path)
+
+
+class TrainerGroup:
+    """Creates `config.workers` actors and fans calls out to them. `close` when done."""
+
+    def __init__(self, config: TrainerConfig, target: Path, seed: int) -> None:
+        bundle = {"CPU": config.cpus_per_worker, "GPU": config.gpus_per_worker}
+        bundle = {name: amount for name, amount in bundle.items() if amount > 0}
+        self.placement = placement_group([bundle] * config.workers, strategy="PACK")
+        ray.get(self.placement.ready())
+        address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
+        threads = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
+        self.workers: list[Any] = [
+            ray.remote(TrainerWorker)
+            .options(**self._place(rank, bundle), runtime_env=threads)
+            .remote(config, target, seed, rank, config.workers, address, port)
+            for rank in range(config.workers)
+        ]
+        ray.get([worker.ready.remote() for worker in self.workers])
+
+    def train(
+        self, trajectories: Sequence[Trajectory] | ray.ObjectRef, *, temperature: float, step: int = 0,
+        probe: Path | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Metrics of one train step, the same on all ranks."""
+        shared = trajectories if isinstance(trajectories, ray.ObjectRef) else ray.put(trajectories)
+        return self._all("train", shared, temperature=temperature, step=step, probe=probe)[0]
+
+    def export(self, version: int, dtype: str) -> tuple[WeightManifest, list[Bucket]]:
+        """Rank 0's manifest and buckets; the arrays lie in the object store, read-only."""
+        return self._all("export", version, dtype)[0]
+
+    def save(self, path: Path) -> None:
+        self._all("save", path)
+
+    def load(self, path: Path) -> int:
+        return self._all("load", path)[0]
+
+    def save_hf(self, path: Path) -> None:
+        self._all("save_hf", path)
+
+    def close(self) -> None:
+        """Ends the actors and frees their resources."""
+        for worker in self.workers:
+            ray.kill(worker)
+        remove_placement_group(self.placement)
+
+    def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return ray.get([getattr(worker, method).remote(*args, **kwargs) for worker in self.workers])
+
+    def _place(self, rank: int, resources: dict[str, float]) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
+        return {
+            "num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "scheduling_strategy": strategy,
+        }  # fmt: skip
+
+
+def _free_address() -> tuple[str, int]:
+    """This node's address and a port that is free on it now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -138,7 +138,7 @@ def combine(
         parts = list(packed.split([len(part) for part in parts]))
     return SupportLogits(
         sampled=parts[0] / temperature,
-        support=parts[1] / per_entry(temperature, rows),
+        support=divide_entries(parts[1], temperature, rows),
         lse=None if top is None else top + parts[2].log(),
         entropy=parts[2].log() - parts[3] / parts[2] if entropy else None,
     )
@@ -168,25 +168,26 @@ def logit_gradient(
     blank = torch.zeros if g_lse is None else torch.empty
     flat = blank(n * width + 1, dtype=logits.dtype, device=logits.device)
     grad = flat[: n * width].view(n, width)
+    ids = rows.fold(token_ids)
     at_sampled = torch.zeros_like(outputs.sampled) if g_sampled is None else g_sampled
-    at_support = torch.zeros_like(outputs.support) if g_support is None else g_support
-    at_sampled = at_sampled + rows.sum(torch.where(token_ids == rows.spread(sampled), at_support, 0.0))
+    at_support = rows.fold(torch.zeros_like(outputs.support) if g_support is None else g_support)
+    at_sampled = at_sampled + rows.sum(torch.where(ids == rows.spread(sampled), at_support, 0.0))
     if g_lse is not None:
         assert outputs.lse is not None
         softmax_gradient_(grad[:, :real], logits[:, :real], temperature, outputs.lse, g_lse)
         grad[:, real:] = 0
         at_sampled = at_sampled + g_lse * (outputs.sampled - outputs.lse).exp()
-        at_support = at_support + rows.spread(g_lse) * (outputs.support - rows.spread(outputs.lse)).exp()
+        at_support = at_support + rows.spread(g_lse) * (rows.fold(outputs.support) - rows.spread(outputs.lse)).exp()
     everyone = torch.arange(n, device=logits.device)
     # Support first: the sampled token may be one of its entries, and its own value holds both terms.
     for row, ids, value in (
-        (rows.index, token_ids, at_support / per_entry(temperature, rows)),
+        (rows.index, token_ids, divide_entries(at_support.reshape(-1), temperature, rows)),
         (everyone, sampled, at_sampled / temperature),
     ):
         column, owned = local_columns(ids, shard, width)
         slot = row * width + column
         slot = slot if owned is None else torch.where(owned, slot, n * width)
-        flat[slot] = value.to(flat.dtype)
+        flat.index_copy_(0, slot, value.to(flat.dtype))
     return grad
 
 
@@ -194,8 +195,10 @@ def working_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def per_entry(temperature: float | Tensor, rows: Segments) -> float | Tensor:
-    return rows.spread(temperature) if isinstance(temperature, Tensor) else temperature
+def divide_entries(entries: Tensor, temperature: float | Tensor, rows: Segments) -> Tensor:
+    if not isinstance(temperature, Tensor):
+        return entries / temperature
+    return (rows.fold(entries) / rows.spread(temperature)).reshape(-1)
 
 
 def local_columns(ids: Tensor, shard: VocabShard, width: int) -> tuple[Tensor, Tensor | None]:
@@ -209,7 +212,11 @@ def local_columns(ids: Tensor, shard: VocabShard, width: int) -> tuple[Tensor, T
 def gather(logits: Tensor, row: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
     """Raw logits at (row, id) in working precision, 0 where another rank owns the id."""
     column, owned = local_columns(ids, shard, logits.shape[1])
-    found = logits[row, column].to(working_dtype(logits))
+    if logits.is_contiguous():
+        found = logits.view(-1).index_select(0, row * logits.shape[1] + column)  # 3 times as fast as by two indices
+    else:
+        found = logits[row, column]
+    found = found.to(working_dtype(logits))
     return found if owned is None else torch.where(owned, found, 0.0)
 
 
@@ -238,18 +245,18 @@ def row_stats(logits: Float[Tensor, "n v"], temperature: float | Tensor, *, entr
         return RowStats(top.fill_(-torch.inf), total, weighted)
     step = rows_per_chunk(width, logits)
     buffer = logits.new_empty(min(step, n), width, dtype=work)
+    unit = exponent_unit(work)
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
         z = logits[part]
         x = buffer[: len(z)]
         if z.dtype != work:
             z = x.copy_(z)
-        highest = z.amax(-1, keepdim=True)
+        scale = unit / (temperature[part, None] if isinstance(temperature, Tensor) else temperature)
+        highest = z.amax(-1, keepdim=True) * scale
         # A shard may hold nothing but -inf: -inf - -inf would be NaN.
-        torch.sub(z, highest.clamp_min(torch.finfo(work).min), out=x)
-        heat = temperature[part, None] if isinstance(temperature, Tensor) else temperature
-        _exp_scaled_(x, 1 / heat)
-        top[part] = (highest / heat)[:, 0]
+        scaled_exp(z, scale, highest.clamp_min(torch.finfo(work).min), out=x)
+        top[part] = highest[:, 0] / unit
         torch.sum(x, -1, out=total[part])
         if entropy:
             weighted[part] = torch.xlogy(x, x).sum(-1)
@@ -267,26 +274,33 @@ def softmax_gradient_(
     n, width = logits.shape
     work = working_dtype(logits)
     step = rows_per_chunk(width, logits)
-    shift, factor = (lse * temperature)[:, None], (scale / temperature)[:, None]
+    unit = exponent_unit(work)
+    shift, factor = (lse * unit)[:, None], (scale / temperature)[:, None]
     buffer = None if out.dtype == work else logits.new_empty(min(step, n), width, dtype=work)
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
         target = out[part]
         x = target if buffer is None else buffer[: len(target)]
         z = logits[part] if buffer is None else x.copy_(logits[part])
-        torch.sub(z, shift[part], out=x)
-        _exp_scaled_(x, 1 / (temperature[part, None] if isinstance(temperature, Tensor) else temperature))
-        x.mul_(factor[part])
+        heat = temperature[part, None] if isinstance(temperature, Tensor) else temperature
+        scaled_exp(z, unit / heat, shift[part], out=x).mul_(factor[part])
         if buffer is not None:
             target.copy_(x)
 
 
-def _exp_scaled_(x: Tensor, scale: float | Tensor) -> None:
-    """x = exp(x * scale) in place. In float32 through base 2, whose kernel is over twice as fast on CPUs."""
-    if x.dtype == torch.float64:
-        x.mul_(scale).exp_()
+def exponent_unit(dtype: torch.dtype) -> float:
+    """1 / log(base) of the exponentials in `scaled_exp`."""
+    return 1.0 if dtype == torch.float64 else math.log2(math.e)
+
+
+def scaled_exp(z: Tensor, scale: float | Tensor, shift: Tensor, out: Tensor) -> Tensor:
+    """out = base ** (z * scale - shift). Base 2 in float32, whose kernel is over twice as fast on CPUs; e in float64.
+    Shift and scale in one fused pass, which leaves z * scale unrounded."""
+    if isinstance(scale, Tensor):
+        torch.addcmul(-shift, z, scale, out=out)
     else:
-        x.mul_(scale * math.log2(math.e)).exp2_()
+        torch.add(-shift, z, alpha=scale, out=out)
+    return out.exp_() if out.dtype == torch.float64 else out.exp2_()
 
 
 def rows_per_chunk(width: int, like: Tensor) -> int:

@@ -122,79 +122,77 @@ def weights(log_ratio: Tensor, cfg: EstimatorConfig) -> Tensor:
     if cfg.mode == "tis":
         return log_ratio.clamp_max(math.log(cfg.tis_clip)).exp()
     # Outside the band exp may be inf: select, never multiply by the mask.
-    return torch.where(_in_band(log_ratio, cfg), log_ratio.exp(), 0.0)
+    return torch.where(clipped(log_ratio, cfg), 0.0, log_ratio.exp())
 
 
-def masses(lp: Tensor, lq: Tensor, cfg: EstimatorConfig) -> Tensor:
-    """q f(p/q) from log p and log q, without ever forming an unbounded ratio."""
+def clipped(log_ratio: Tensor, cfg: EstimatorConfig) -> Tensor:
+    """Where f(r) differs from r (never in mode none, which does not weigh)."""
     if cfg.mode == "none":
-        return lq.exp()
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
     if cfg.mode == "tis":
-        return torch.minimum(lp, lq + math.log(cfg.tis_clip)).exp()
-    low, high = math.log(cfg.mis_low), math.log(cfg.mis_high)
-    return torch.where((lq + low <= lp) & (lp <= lq + high), lp.exp(), 0.0)
+        return log_ratio > math.log(cfg.tis_clip)
+    return (log_ratio < math.log(cfg.mis_low)) | (log_ratio > math.log(cfg.mis_high))
 
 
-def tail_scale(log_rho: Tensor, cfg: EstimatorConfig) -> Tensor:
+def masses(p: Tensor, q: Tensor, cfg: EstimatorConfig) -> Tensor:
+    """q f(p/q) without forming the ratio."""
+    if cfg.mode == "none":
+        return q
+    if cfg.mode == "tis":
+        return torch.minimum(p, cfg.tis_clip * q)
+    return torch.where((cfg.mis_low * q <= p) & (p <= cfg.mis_high * q), p, 0.0)
+
+
+def tail_scale(rho: Tensor, cfg: EstimatorConfig) -> Tensor:
     """alpha = rho f(1/rho), rho the ratio of q's tail mass to p's."""
     if cfg.mode == "none":
-        return log_rho.exp()
+        return rho
     if cfg.mode == "tis":
-        return (log_rho + math.log(cfg.tis_clip)).clamp_max(0.0).exp()
-    return _in_band(-log_rho, cfg).to(log_rho.dtype)
-
-
-def _in_band(log_ratio: Tensor, cfg: EstimatorConfig) -> Tensor:
-    return (log_ratio >= math.log(cfg.mis_low)) & (log_ratio <= math.log(cfg.mis_high))
-
-
-def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, accurate at both ends; x >= 0 (a mass that rounds to one) gives the smallest
-    mass that the type holds."""
-    x = x.clamp_max(-torch.finfo(x.dtype).tiny)
-    return torch.where(x > -math.log(2), (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
+        return (cfg.tis_clip * rho).clamp_max(1.0)
+    return ((cfg.mis_low * rho <= 1) & (1 <= cfg.mis_high * rho)).to(rho.dtype)
 
 
 class Coefficients(NamedTuple):
-    """What the gradient is made of. weight: [n], w_y. entries: [nnz], c_v. total: [n], sum of c over the row."""
+    """What the gradient is made of. weight: [n], w_y. entries: c_v, folded. total: [n], sum of c over the row.
+
+    mass_q, mass_p: [n], masses of the recorded entries. rho: [n], tail ratio in use (1 without a tail), and where it
+    was bounded.
+    """
 
     weight: Tensor
     entries: Tensor
     total: Tensor
-    log_mass_q: Tensor
-    log_mass_p: Tensor
-    log_rho: Tensor
+    mass_q: Tensor
+    mass_p: Tensor
+    rho: Tensor
     rho_bounded: Tensor
 
 
 def coefficients(
-    lp_sampled: Float[Tensor, " n"],
-    lq_sampled: Float[Tensor, " n"],
-    lp: Float[Tensor, " nnz"],
-    lq: Float[Tensor, " nnz"],
+    log_ratio: Float[Tensor, " n"],
+    p: Float[Tensor, "*entries"],
+    q: Float[Tensor, "*entries"],
     rows: Segments,
     kind: Literal["complete", "head"],
     cfg: EstimatorConfig,
 ) -> Coefficients:
-    """Weights and centering coefficients from log p and log q of the sampled tokens and of the support entries.
+    """Weights and centering coefficients from log(p_y/q_y) of the sampled tokens and the folded laws of the entries.
 
-    complete: lp must be normalised over the support. head: lp and lq are normalised over the whole vocabulary.
+    complete: p must be normalised over the support. head: p and q are normalised over the whole vocabulary.
     """
-    weight = weights(lp_sampled - lq_sampled, cfg)
-    mass = masses(lp, lq, cfg)
-    log_mass_q, log_mass_p = rows.logsumexp(lq), rows.logsumexp(lp)
-    zero = torch.zeros_like(weight)
+    weight = weights(log_ratio, cfg)
+    mass = masses(p, q, cfg)
+    mass_p, mass_q = rows.sum(p), rows.sum(q)
     if kind == "complete":
-        return Coefficients(weight, mass, rows.sum(mass), log_mass_q, log_mass_p, zero, zero)
-    log_tail_q, log_tail_p = log1mexp(log_mass_q), log1mexp(log_mass_p)
-    if lp.dtype == torch.float32:
-        floor = math.log(cfg.tail_floor)
-        log_tail_q, log_tail_p = log_tail_q.clamp_min(floor), log_tail_p.clamp_min(floor)
-    unbounded = log_tail_q - log_tail_p
-    log_rho = unbounded.clamp_max(math.log(cfg.rho_max))
-    entries = mass - rows.spread(tail_scale(log_rho, cfg)) * lp.exp()
-    bounded = (unbounded > log_rho).to(weight.dtype)
-    return Coefficients(weight, entries, rows.sum(entries), log_mass_q, log_mass_p, log_rho, bounded)
+        return Coefficients(
+            weight, mass, rows.sum(mass), mass_q, mass_p, torch.ones_like(weight), torch.zeros_like(weight)
+        )
+    # A tail is a difference from one: float32 rounding says nothing below the floor, and may even be negative.
+    floor = cfg.tail_floor if p.dtype == torch.float32 else torch.finfo(p.dtype).tiny
+    unbounded = (1 - mass_q).clamp_min(floor) / (1 - mass_p).clamp_min(floor)
+    rho = unbounded.clamp_max(cfg.rho_max)
+    entries = mass - rows.spread(tail_scale(rho, cfg)) * p
+    return Coefficients(weight, entries, rows.sum(entries), mass_q, mass_p, rho, (unbounded > rho).to(weight.dtype))
 
 
 def score_centered_loss(
@@ -232,78 +230,58 @@ def loss_from_support_logits(
     with torch.no_grad():
         dtype = found.sampled.dtype
         advantages = advantages.to(dtype)
-        lq, lq_sampled = support.logprobs.to(dtype), support.sampled_logprobs.to(dtype)
+        z = rows.fold(found.support)
         if complete:
-            lse = rows.logsumexp(found.support)
-            present = rows.sum(torch.ones_like(lq)) > 0
-            lse = torch.where(present, lse, found.sampled)
+            present = rows.lengths > 0
+            lse = torch.where(present, rows.logsumexp(z), found.sampled)
             advantages = torch.where(present, advantages, 0.0)
         else:
             assert found.lse is not None
             lse = found.lse
-        lp, lp_sampled = found.support - rows.spread(lse), found.sampled - lse
-        parts = coefficients(lp_sampled, lq_sampled, lp, lq, rows, support.kind, cfg)
+        lp, lp_sampled = z - rows.spread(lse), found.sampled - lse
+        p, q = lp.exp(), rows.fold(support.logprobs.to(dtype)).exp()
+        log_ratio = lp_sampled - support.sampled_logprobs.to(dtype)
+        parts = coefficients(log_ratio, p, q, rows, support.kind, cfg)
+        centering = cfg.centering != "off"
+        c = parts.entries if centering else torch.zeros_like(parts.entries)
+        c_total = parts.total if centering else torch.zeros_like(parts.total)
 
         policy = -advantages * parts.weight * lp_sampled
-        c = parts.entries if cfg.centering != "off" else torch.zeros_like(parts.entries)
-        c_total = parts.total if cfg.centering != "off" else torch.zeros_like(parts.total)
         correction = advantages * rows.sum(torch.where(c != 0, c * lp, 0.0))
-        p = lp.exp()
-        norm = advantages.abs() / temperature * rows.sum((c - rows.spread(c_total) * p).square()).sqrt()
-        metrics = _metrics(parts, found, support, lp, lp_sampled, lq_sampled, cfg)
-        metrics |= {
+        # Part of the gradient per raw logit that the correction contributes: (A/T) (c_j - sum(c) p_j).
+        scale = advantages.abs() / temperature
+        metrics = {
+            "logprob": lp_sampled,
+            "logprob_gap": log_ratio.abs(),
+            "weight": parts.weight,
+            "weight_clipped": clipped(log_ratio, cfg).to(dtype),
+            "support_mass_q": parts.mass_q,
+            "support_mass_p": parts.mass_p,
+            "tail_ratio": parts.rho,
+            "tail_ratio_bounded": parts.rho_bounded,
+            "support_size": rows.lengths.to(dtype),
+            "sampled_in_support": rows.sum((rows.fold(support.token_ids) == rows.spread(support.sampled)).to(dtype)),
             "pg_loss": policy,
             "correction_loss": correction,
-            "correction_norm": norm,
-            "correction_tail": advantages.abs() / temperature * (c_total * (1 - parts.log_mass_p.exp())).abs(),
+            "correction_norm": scale * rows.sum((c - rows.spread(c_total) * p).square()).sqrt(),
+            "correction_tail": scale * (c_total * (1 - parts.mass_p)).abs(),
         }
+        if cfg.entropy:
+            local = -rows.sum(torch.where(p > 0, p * lp, 0.0))
+            metrics["entropy"] = local if found.entropy is None else found.entropy
+
+        # Factors of the three kinds of logit in dL/dz; everything but the logits is a constant of the estimator.
         applied = cfg.centering == "on"
-        value = policy + correction if applied else policy
         pull = advantages * (parts.weight - c_total) if applied else advantages * parts.weight
         g_support = rows.spread(advantages) * c if applied else None
         if complete:
             local = rows.spread(pull) * p
             g_support = local if g_support is None else g_support + local
     loss = _ClosedForm.apply(
-        found.sampled, found.support, found.lse, value, -advantages * parts.weight, g_support,
-        None if complete else pull, rows,
+        found.sampled, found.support, found.lse, policy + correction if applied else policy,
+        -advantages * parts.weight, g_support, None if complete else pull, rows,
     )  # fmt: skip
     return loss, metrics
-
-
-def _metrics(
-    parts: Coefficients,
-    found: SupportLogits,
-    support: SupportTensors,
-    lp: Tensor,
-    lp_sampled: Tensor,
-    lq_sampled: Tensor,
-    cfg: EstimatorConfig,
-) -> dict[str, Tensor]:
-    rows = support.rows
-    ratio = lp_sampled - lq_sampled
-    clipped = torch.zeros_like(ratio)
-    if cfg.mode == "tis":
-        clipped = (ratio > math.log(cfg.tis_clip)).to(ratio.dtype)
-    elif cfg.mode == "mis":
-        clipped = (~_in_band(ratio, cfg)).to(ratio.dtype)
-    hit = (support.token_ids == rows.spread(support.sampled)).to(ratio.dtype)
-    metrics = {
-        "logprob": lp_sampled,
-        "logprob_gap": ratio.abs(),
-        "weight": parts.weight,
-        "weight_clipped": clipped,
-        "head_mass_q": parts.log_mass_q.exp(),
-        "head_mass_p": parts.log_mass_p.exp(),
-        "tail_ratio": parts.log_rho.exp(),
-        "tail_ratio_bounded": parts.rho_bounded,
-        "support_size": rows.sum(torch.ones_like(lp)),
-        "sampled_in_support": rows.sum(hit),
-    }
-    if cfg.entropy:
-        local = -rows.sum(torch.where(lp == -torch.inf, 0.0, lp.exp() * lp))
-        metrics["entropy"] = local if found.entropy is None else found.entropy
-    return metrics
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -321,7 +299,7 @@ class _ClosedForm(torch.autograd.Function):
         g_sampled, g_support, g_lse = ctx.saved_tensors
         return (
             upstream * g_sampled,
-            None if g_support is None else ctx.rows.spread(upstream) * g_support,
+            None if g_support is None else (ctx.rows.spread(upstream) * g_support).reshape(-1),
             None if g_lse is None else upstream * g_lse,
             None, None, None, None, None,
         )  # fmt: skip

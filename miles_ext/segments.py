@@ -1,4 +1,7 @@
-"""Rows of unequal length inside one flat array: sums, log-sum-exps and broadcasts along them."""
+"""Rows of unequal length inside one flat array: sums, log-sum-exps and broadcasts along them.
+
+Rows of equal length (heads) are worked on as a plain matrix, which is far cheaper than segments.
+"""
 
 from __future__ import annotations
 
@@ -58,21 +61,27 @@ class Segments:
         )
         return slice(first, last), layout
 
-    def sum(self, entries: Float[Tensor, " nnz"]) -> Float[Tensor, " n"]:
-        if self.width is not None:
-            return entries.view(len(self), self.width).sum(-1)
-        return torch.segment_reduce(entries, "sum", offsets=self.offsets, unsafe=True)
+    @property
+    def lengths(self) -> Int[Tensor, " n"]:
+        return self.offsets.diff()
 
-    def logsumexp(self, entries: Float[Tensor, " nnz"]) -> Float[Tensor, " n"]:
+    def fold(self, entries: Shaped[Tensor, " nnz"]) -> Shaped[Tensor, "*entries"]:
+        """The entries in the shape that `spread` broadcasts against: [n, width], or flat for unequal rows."""
+        return entries if self.width is None else entries.view(len(self), self.width)
+
+    def spread(self, per_row: Shaped[Tensor, " n"]) -> Shaped[Tensor, "*entries"]:
+        """The row's value at each of its folded entries; a mere view for equal widths."""
+        return per_row[self.index] if self.width is None else per_row[:, None]
+
+    def sum(self, folded: Float[Tensor, "*entries"]) -> Float[Tensor, " n"]:
+        if self.width is None:
+            return torch.segment_reduce(folded, "sum", offsets=self.offsets, unsafe=True)
+        return folded.sum(-1)
+
+    def logsumexp(self, folded: Float[Tensor, "*entries"]) -> Float[Tensor, " n"]:
         """-inf for an empty row and for a row of -inf."""
         if self.width is not None:
-            return entries.view(len(self), self.width).logsumexp(-1)
-        top = torch.segment_reduce(entries, "max", offsets=self.offsets, unsafe=True)
+            return folded.logsumexp(-1)
+        top = torch.segment_reduce(folded, "max", offsets=self.offsets, unsafe=True)
         top = torch.where(top == -torch.inf, 0.0, top)
-        return self.sum((entries - self.spread(top)).exp()).log() + top
-
-    def spread(self, per_row: Shaped[Tensor, " n"]) -> Shaped[Tensor, " nnz"]:
-        """The row's value at each of its entries."""
-        if self.width is not None:
-            return per_row[:, None].expand(-1, self.width).reshape(-1)
-        return per_row[self.index]
+        return self.sum((folded - self.spread(top)).exp()).log() + top

@@ -1,0 +1,172 @@
+"""`bench estimator`: what centering costs over a plain step, and what the fused pass saves over the naive one.
+
+All time ratios are taken side by side in one process, one torch thread, on processor seconds, which other load on the
+machine does not stretch. That process keeps freed memory, as a device allocator does: otherwise the page faults of the
+fresh gradient, the same in every arm, would be half of each step. Peak memory is the highest sum of what torch's
+allocator reports allocated and not yet freed during a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from miles_ext.score_centering import EstimatorConfig, SupportTensors, coefficients, score_centered_loss
+
+VOCAB = 151_936
+HEAD = 128
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
+CENTERED = EstimatorConfig(mode="tis", centering="on")
+PLAIN = EstimatorConfig(mode="tis", centering="off")
+
+
+class Problem:
+    """Trainer logits and the sampler's head for `tokens` tokens; the sampler is the trainer plus logit noise."""
+
+    def __init__(self, tokens: int, vocab: int = VOCAB, head: int = HEAD) -> None:
+        generator = torch.Generator().manual_seed(17)
+        self.logits = torch.randn(tokens, vocab, generator=generator).mul_(3).requires_grad_()
+        self.advantages = torch.randn(tokens, generator=generator)
+        ids, logprobs, sampled, sampled_logprobs = [], [], [], []
+        for row in self.logits.detach():  # one row at a time: setting up must not dominate peak memory
+            q = (row + 0.3 * torch.randn(vocab, generator=generator)).log_softmax(-1)
+            values, top = q.topk(head)
+            drawn = torch.multinomial(q.exp(), 1, generator=generator)
+            ids.append(top), logprobs.append(values), sampled.append(drawn), sampled_logprobs.append(q[drawn])
+        self.captured = self._support(torch.cat(ids), torch.cat(logprobs), head, sampled, sampled_logprobs)
+        self.bare = self._support(torch.zeros(0), torch.zeros(0), 0, sampled, sampled_logprobs)
+
+    @staticmethod
+    def _support(ids: Tensor, logprobs: Tensor, width: int, sampled: list, sampled_logprobs: list) -> SupportTensors:
+        return SupportTensors.from_arrays(
+            ids.numpy(), logprobs.numpy(), np.arange(len(sampled) + 1) * width,
+            torch.cat(sampled).numpy(), torch.cat(sampled_logprobs).numpy(), "head",
+        )  # fmt: skip
+
+    def centered(self) -> None:
+        self._step(self.captured, CENTERED)
+
+    def plain(self) -> None:
+        """The same kernel at K = 0: a step on the selected log-probability alone."""
+        self._step(self.bare, PLAIN)
+
+    def _step(self, support: SupportTensors, cfg: EstimatorConfig) -> None:
+        self.logits.grad = None
+        score_centered_loss(self.logits, support, self.advantages, cfg)[0].sum().backward()
+
+    def naive(self) -> None:
+        """The same estimator through log_softmax and two gathers under autograd."""
+        self.logits.grad = None
+        support, rows = self.captured, self.captured.rows
+        everything = self.logits.log_softmax(-1)
+        lp_sampled = everything.gather(1, support.sampled[:, None])[:, 0]
+        lp = everything.gather(1, rows.fold(support.token_ids))
+        log_ratio, q = lp_sampled.detach() - support.sampled_logprobs, rows.fold(support.logprobs).exp()
+        parts = coefficients(log_ratio, lp.detach().exp(), q, rows, "head", CENTERED)
+        (-self.advantages * (parts.weight * lp_sampled - rows.sum(parts.entries * lp))).sum().backward()
+
+    def saved_buffers(self, step: Callable[[], None]) -> float:
+        """What autograd keeps for backward beyond the logits themselves, in units of the logits."""
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            step()
+        logits = self.logits.untyped_storage()
+        kept.pop(logits.data_ptr(), None)
+        return sum(kept.values()) / logits.nbytes()
+
+    def peak_buffers(self, step: Callable[[], None]) -> float:
+        """Highest memory in use during the step beyond the logits, in units of the logits."""
+        self.logits.grad = None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+        changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+        return max(itertools.accumulate(changes)) / self.logits.untyped_storage().nbytes()
+
+
+def rows(quick: bool = False) -> list[dict[str, Any]]:
+    """Measure and judge; `quick` takes fewer tokens and repeats."""
+    tokens, repeats = (32, 9) if quick else (128, 31)
+    overhead, speedup = _in_fresh_process(_measure_times, tokens, repeats)
+    size = f"{tokens} tokens, V={VOCAB}, K={HEAD}, float32, forward + backward, one thread"
+    problem = Problem(tokens)
+    saved = {step: problem.saved_buffers(getattr(problem, step)) for step in ("centered", "naive")}
+    peak = {step: problem.peak_buffers(getattr(problem, step)) for step in ("centered", "naive")}
+    return [
+        _row("centered_over_plain", statistics.median(overhead), "ratio", "<= 1.05", _spread(overhead) + size),
+        _row("naive_over_fused_time", statistics.median(speedup), "ratio", ">= 1.5", _spread(speedup) + size),
+        _row(
+            "naive_over_fused_memory", peak["naive"] / peak["centered"], "ratio", ">= 2",
+            f"peak beyond the logits, in units of [N, V] float32: naive {peak['naive']:.2f}, fused "
+            f"{peak['centered']:.2f} (the returned gradient is 1); {tokens} tokens",
+        ),
+        _row(
+            "saved_beyond_logits", saved["centered"], "[N, V] buffers", "<= 0.02",
+            f"kept by autograd for backward; naive keeps {saved['naive']:.2f}; {tokens} tokens",
+        ),
+    ]  # fmt: skip
+
+
+def _row(name: str, value: float, unit: str, gate: str, detail: str) -> dict[str, Any]:
+    sign, bound = gate.split()
+    passed = value <= float(bound) if sign == "<=" else value >= float(bound)
+    return {"name": f"estimator/{name}", "value": value, "unit": unit, "gate": gate, "pass": passed, "detail": detail}
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"median of {len(ratios)} interleaved ratios, range {min(ratios):.3f} to {max(ratios):.3f}; "
+
+
+def _paired_ratios(first: Callable[[], None], second: Callable[[], None], repeats: int) -> list[float]:
+    """first / second, alternating which goes first so that drift of the machine cancels in the median."""
+    first(), second()
+    ratios = []
+    for repeat in range(repeats):
+        order = (first, second) if repeat % 2 == 0 else (second, first)
+        seconds = {step: _seconds(step) for step in order}
+        ratios.append(seconds[first] / seconds[second])
+    return ratios
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def _in_fresh_process(measure: Callable[..., Any], *arguments: Any) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, arguments)
+
+
+def _measure_times(tokens: int, repeats: int) -> tuple[list[float], list[float]]:
+    torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+        libc.mallopt(option, value)
+    problem = Problem(tokens)
+    return (
+        _paired_ratios(problem.centered, problem.plain, repeats),
+        _paired_ratios(problem.naive, problem.centered, max(repeats // 3, 3)),
+    )

@@ -5,14 +5,19 @@ are fitted by cross entropy to the target's own law at every slot of blocks that
 sees the true previous token (teacher forcing), the unary logits see only the anchor, so they learn the marginal law.
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoTokenizer
 
+from experiments.models.accept import accept_length
 from experiments.models.make import cosine, initialise
 from experiments.models.sample import sample
+from experiments.tasks import addition
 from rollout.embedded.decoder import Decoder
 from rollout.embedded.draft import Draft
 from rollout.embedded.draft_config import DraftConfig
@@ -33,6 +38,9 @@ class DraftRecipe:
     anchors: int = 16
     block_size: int = 8
     layers: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    intermediate_size: int = 192
     taps: tuple[int, ...] | None = None
     selector_rank: int = 32
     selector_top_k: int = 8
@@ -48,7 +56,7 @@ def new_draft(target: Decoder, recipe: DraftRecipe) -> Draft:
     layers = target.config.layers
     taps = recipe.taps or tuple(sorted({round(i * (layers - 1) / 3) for i in range(4)}))
     config = DraftConfig(
-        block=replace(target.config, model_type="qwen3", layers=recipe.layers, tied=False),
+        block=replace(target.config, model_type="qwen3", layers=recipe.layers, tied=False,heads=recipe.heads,kv_heads=recipe.kv_heads,intermediate_size=recipe.intermediate_size),
         block_size=recipe.block_size,
         taps=taps,
         num_target_layers=layers,
@@ -59,19 +67,11 @@ def new_draft(target: Decoder, recipe: DraftRecipe) -> Draft:
     )
     draft = Draft(config, target)
     draft.mask_embedding = torch.empty_like(draft.norm)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    initialise(draft_weights(draft), generator, recipe.layers)
-    draft.mask_embedding.normal_(0.0, 0.1, generator=generator)
-    draft.predecessor.normal_(0.0, 0.1, generator=generator)
-    draft.successor.normal_(0.0, 0.1, generator=generator)
+    initialise(draft.resident_tensors(), torch.Generator().manual_seed(recipe.seed))
+    # The selector starts as a small correction to the unary logits.
+    draft.predecessor *= 0.5
+    draft.successor *= 0.5
     return draft
-
-
-def draft_weights(draft: Draft) -> list[torch.Tensor]:
-    """The private tensors as they lie in memory (fused), fit to be optimised."""
-    weights = [draft.fc, draft.hidden_norm, draft.norm, draft.predecessor, draft.successor, draft.projection]
-    weights += [tensor for layer in draft.layers for tensor in layer.resident("").values()]
-    return weights + ([] if draft.mask_embedding is None else [draft.mask_embedding])
 
 
 def blocks_hidden(draft: Draft, tokens: torch.Tensor, taps: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def train_draft(
 ) -> tuple[Draft, list[float]]:
     """The trained draft and its loss at every step. `prompts(round)` gives equally long prompts int64 [rows, P]."""
     draft = new_draft(target, recipe)
-    weights = draft_weights(draft)
+    weights = list(draft.resident_tensors().values())
     for weight in weights:
         weight.requires_grad_()
     total = recipe.rounds * recipe.round_steps
@@ -139,7 +139,9 @@ def train_draft(
         low, high = start.shape[1], texts.shape[1] - recipe.block_size
         for _ in range(recipe.round_steps):
             rows = torch.randint(texts.shape[0], (recipe.batch_rows,), generator=generator)
-            anchors = torch.randint(low, high + 1, (recipe.batch_rows, recipe.anchors), generator=generator)
+            # Squared: the early part of a response, which every response has, is seen more often than the late one.
+            where = torch.rand(recipe.batch_rows, recipe.anchors, generator=generator).square()
+            anchors = low + (where * (high + 1 - low)).long()
             slots = (anchors[:, :, None] + torch.arange(recipe.block_size - 1)).flatten(1)
             state = hidden[rows].gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
             law = torch.softmax(target.logits(state), -1).unflatten(1, (recipe.anchors, -1))
@@ -154,3 +156,64 @@ def train_draft(
     for weight in weights:
         weight.requires_grad_(False).copy_(weight.to(STORED))
     return draft, losses
+
+
+def addition_prompts(rows: int, seed: int, split: addition.Split) -> Callable[[int], torch.Tensor]:
+    """Prompts int64 [rows, 8] of the addition task, by round."""
+
+    def prompts(index: int) -> torch.Tensor:
+        questions = [addition.problem(seed, index, row, split) for row in range(rows)]
+        return torch.tensor([addition.encode(question.prompt) for question in questions])
+
+    return prompts
+
+
+def file_prompts(file: Path, target: Path, rows: int) -> Callable[[int], torch.Tensor]:
+    """Prompts from a file, one a line, in turn; those of one round are cut to the shortest of them."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    lines = [ids for line in file.read_text().splitlines() if (ids := tokenizer(line)["input_ids"])]
+    if not lines:
+        raise ValueError(f"{file} holds no prompt; give one prompt a line")
+
+    def prompts(index: int) -> torch.Tensor:
+        chosen = [lines[(index * rows + row) % len(lines)] for row in range(rows)]
+        shortest = min(map(len, chosen))
+        return torch.tensor([ids[:shortest] for ids in chosen])
+
+    return prompts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`models train-draft`: train a draft for a target folder, write it, print its held-out accept length."""
+    recipe = DraftRecipe()
+    parser = argparse.ArgumentParser(prog="models train-draft", description=__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder of a Qwen3 or Llama model")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--prompts", type=Path, help="text file, one prompt a line (default: the addition task)")
+    parser.add_argument("--held-out", type=Path, help="prompts for the accept length (default: those of training)")
+    for name in ("rounds", "round_steps", "rows", "new_tokens", "block_size", "layers", "mask_token_id", "seed"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name))
+    parser.add_argument("--threads", type=int, default=1, help="with 1, a rerun on one machine gives the same bytes")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    target = Decoder.from_hf(args.target)
+    recipe = replace(recipe, **{name: value for name, value in vars(args).items() if hasattr(recipe, name)})
+    if args.prompts:
+        prompts = file_prompts(args.prompts, args.target, recipe.rows)
+        held_out = file_prompts(args.held_out or args.prompts, args.target, 64)(0)
+    elif target.config.vocab_size == addition.VOCAB_SIZE:
+        prompts = addition_prompts(recipe.rows, recipe.seed, "train")
+        held_out = addition_prompts(64, recipe.seed, "held_out")(0)
+    else:
+        raise ValueError(f"{args.target} is no model of the addition task; give it prompts with --prompts FILE")
+    draft, _ = train_draft(target, prompts, recipe)
+    draft.save_pretrained(args.out, STORED)
+    for selector, arm in ((False, "dflash"), (True, "dflash2")):
+        generator = torch.Generator().manual_seed(recipe.seed)
+        length = accept_length(draft, held_out, recipe.new_tokens, generator, selector)
+        print(f"held-out accept length, {arm}, {recipe.new_tokens} tokens at temperature 1: {length:.2f}")
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

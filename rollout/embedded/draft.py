@@ -111,6 +111,15 @@ class Draft:
             private["mask_embedding"] = self.mask_embedding
         return private
 
+    def resident_tensors(self) -> dict[str, torch.Tensor]:
+        """The same private memory as it lies, fused, under the engine's own names."""
+        names = ("fc", "hidden_norm", "norm", "mask_embedding")
+        names += ("predecessor", "successor", "projection") if self.config.selector else ()
+        resident = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for i, layer in enumerate(self.layers):
+            resident.update(layer.resident(f"layers.{i}."))
+        return resident
+
     def new_cache(self, slots: int, max_len: int | None = None) -> KVCache:
         """A context cache for `slots` sequences of `max_len` committed positions, with room for a block after them."""
         block, limit = self.config.block, self.target.config.max_positions

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from experiments.rollouts import load_rollout as load_rollout
 from experiments.rollouts import save_rollout as save_rollout
 from miles_ext.capability import EngineCapability
@@ -76,13 +78,19 @@ def verify_manifest(arm_dir: Path) -> dict[str, Any]:
 
 
 def arm_dirs(run_dir: Path) -> list[Path]:
-    """Folders of the arms of an experiment, in order of name. ValueError where there is none."""
-    found = sorted(
-        {file.parent for name in (MANIFEST_FILE, "metrics.jsonl", START_FILE) for file in run_dir.glob(f"*/{name}")}
-    )
+    """Folders of the arms of an experiment, in the order of its config and of seeds. ValueError where there is none."""
+    marks = (MANIFEST_FILE, START_FILE, "metrics.jsonl")
+    found = {file.parent for mark in marks for file in run_dir.glob(f"*/{mark}")}
     if not found:
         raise ValueError(f"{run_dir} holds no arm; accepted: runs/<experiment> with <arm>-s<seed> folders in it")
-    return found
+    config = run_dir / "config.yaml"
+    names = [arm["name"] for arm in yaml.safe_load(config.read_text())["arms"]] if config.exists() else []
+
+    def place(arm_dir: Path) -> tuple[int, str, int]:
+        arm, seed = arm_and_seed(arm_dir)
+        return (names.index(arm) if arm in names else len(names)), arm, seed
+
+    return sorted(found, key=place)
 
 
 def arm_and_seed(arm_dir: Path) -> tuple[str, int]:

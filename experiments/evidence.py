@@ -63,9 +63,12 @@ def report(name: str, value: float, unit: str = "", detail: str = "") -> Row:
 
 
 def must_fail(broken: Row, what: str) -> Row:
-    """The row of a negative control: `broken` was measured with `what` broken on purpose and must be red."""
+    """The row of a negative control: `broken` was measured with `what` broken on purpose and must be red.
+
+    A NaN shows nothing: neither the row nor its control passes.
+    """
     detail = f"{what}; {broken.detail}" if broken.detail else what
-    failed = broken.gate is not None and not broken.passed
+    failed = broken.gate is not None and not broken.passed and not math.isnan(broken.value)
     return replace(broken, gate=f"not ({broken.gate})", passed=failed, detail=detail)
 
 
@@ -83,7 +86,10 @@ def write_json(file: Path, command: str, rows: Iterable[Row]) -> None:
 
 def print_rows(rows: Sequence[Row], title: str = "", console: Console | None = None) -> None:
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    table.add_column("row", overflow="fold")
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 150)  # a log may be wide, eighty columns would fold every name
+    table.add_column("row", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("gate", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -92,7 +98,6 @@ def print_rows(rows: Sequence[Row], title: str = "", console: Console | None = N
         result = "report" if row.gate is None else "pass" if row.passed else "FAIL"
         mark = Text(result, {"report": "dim", "pass": "green", "FAIL": "bold red"}[result])
         table.add_row(Text(row.name), f"{figure(row.value)} {row.unit}".strip(), row.gate or "", mark, Text(row.detail))
-    console = console or Console()
     console.print(table)
     failed = [row.name for row in rows if not row.passed]
     gated = sum(row.gate is not None for row in rows)

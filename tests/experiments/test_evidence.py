@@ -33,6 +33,7 @@ def test_control_passes_only_when_the_broken_thing_is_red():
     assert must_fail(at_most("x/control", 2.0, 1.0), "shifted").passed
     assert not must_fail(at_most("x/control", 0.5, 1.0), "shifted").passed
     assert not must_fail(report("x/control", 0.5), "shifted").passed, "a row without a gate shows nothing"
+    assert not must_fail(at_most("x/control", NAN, 1.0), "shifted").passed, "nor does one that measured nothing"
 
 
 def test_json_form(tmp_path):

@@ -1,0 +1,190 @@
+"""Re-checks a finished run from its artifacts alone. Exit code 1 where anything does not hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.artifacts import (
+    AUDIT_FILE,
+    MANIFEST_FILE,
+    START_FILE,
+    arm_and_seed,
+    arm_dirs,
+    read_handoffs,
+    sha256,
+    verify_manifest,
+)
+from experiments.comparison import pairing, summarise
+from experiments.config import load
+from experiments.evidence import Row, all_of, at_least, print_rows, write_json
+from experiments.gradient_probe import probe_rows, read_probe
+from experiments.rollouts import load_rollout, rollout_files
+from experiments.tracking import read_metrics
+from miles_ext.errors import SupportError
+from miles_ext.records import MASS_TOLERANCE, Commit, Trajectory
+
+# An engine's float32 laws differ from the trainer's by about 1e-6: below ten times that a correction is not at work.
+CORRECTION_FLOOR = 1e-5
+MIN_HANDOFFS = 2
+COMMITS = {
+    "regular": {Commit.PREFILL, Commit.PLAIN},
+    "dflash": {Commit.PREFILL, Commit.DRAFT, Commit.REJECT_BONUS, Commit.FULL_BONUS},
+    "dflash2": {Commit.PREFILL, Commit.DRAFT, Commit.REJECT_BONUS, Commit.FULL_BONUS},
+}
+
+
+def audit(run_dir: Path) -> int:
+    """Check every arm of a run, print the rows, write <arm>/audit.json; 0 when all hold."""
+    rows = audit_rows(run_dir)
+    print_rows(rows, f"audit of {run_dir.name}")
+    return int(not all(row.passed for row in rows))
+
+
+def audit_rows(run_dir: Path) -> list[Row]:
+    arms = arm_dirs(run_dir)
+    rows = [_pairing_row([summarise(arm_dir) for arm_dir in arms])]
+    for arm_dir in arms:
+        found = arm_rows(arm_dir)
+        write_json(arm_dir / AUDIT_FILE, f"python -m experiments audit {run_dir}", found)
+        rows += found
+    return rows
+
+
+def arm_rows(arm_dir: Path) -> list[Row]:
+    """All rows of one arm. A check that cannot be made for want of an artifact is a failed row that names it."""
+    checks: list[tuple[str, Callable[[Path], list[Row]]]] = [
+        ("manifest", manifest_rows), ("metadata", metadata_rows), ("handoffs", handoff_rows),
+        ("training", training_rows), ("gradient", probe_rows),
+    ]  # fmt: skip
+    rows: list[Row] = []
+    for name, check in checks:
+        try:
+            rows += check(arm_dir)
+        except (OSError, ValueError, KeyError) as error:
+            rows.append(
+                Row(name, math.nan, "", "artifacts are there and sound", False, f"{type(error).__name__}: {error}")
+            )
+    return [Row(f"{arm_dir.name}/{row.name}", row.value, row.unit, row.gate, row.passed, row.detail) for row in rows]
+
+
+def manifest_rows(arm_dir: Path) -> list[Row]:
+    manifest = verify_manifest(arm_dir)
+    files, failure = len(manifest["files"]), manifest["failure"]
+    digest = f"manifest SHA-256 {sha256(arm_dir / MANIFEST_FILE)}"
+    return [
+        all_of("manifest", files, files, digest, "files"),
+        Row("finished", float(not failure), "", "the arm finished", not failure, failure),
+    ]
+
+
+def metadata_rows(arm_dir: Path) -> list[Row]:
+    """Every generated row: commit kinds, versions, engine and draft digests, and its law where it was kept on disk."""
+    start = json.loads((arm_dir / START_FILE).read_text())
+    (vocab,), (kind,), (draft,) = (
+        {capability[name] for capability in start["capabilities"]} for name in ("vocab_size", "arm", "draft_digest")
+    )
+    handoffs = [(line["step"], line["version"]) for line in read_handoffs(arm_dir)]
+    total, laws, kinds, wrong = 0, 0, dict.fromkeys(Commit, 0), list[str]()
+    for file in rollout_files(arm_dir):
+        rollout = load_rollout(file)
+        served = max([start["weight_version"], *(version for step, version in handoffs if step < rollout.step)])
+        for index, trajectory in enumerate(rollout.trajectories):
+            completion = trajectory.completion
+            total += len(completion)
+            laws += len(completion.support) if completion.support is not None else 0
+            for commit in completion.commit.tolist():
+                kinds[Commit(commit)] += 1
+            found = complaints(trajectory, vocab, COMMITS[kind], draft, served)
+            wrong += [f"step {rollout.step} trajectory {index}: {complaint}" for complaint in found]
+    counted = ", ".join(f"{count:,} {commit.name}" for commit, count in kinds.items() if count)
+    detail = "; ".join([f"{counted}; laws of {laws:,} rows on disk and whole", *wrong[:5]])
+    return [Row("metadata", total, "rows", "every row valid", bool(laws) and not wrong, detail)]
+
+
+def complaints(trajectory: Trajectory, vocab: int, commits: set[Commit], draft: str, served: int) -> list[str]:
+    """Everything about one response that does not hold."""
+    completion, wrong = trajectory.completion, []
+    try:
+        completion.check(vocab)
+    except SupportError as error:
+        wrong.append(str(error))
+    rows = completion.support
+    if rows is not None and rows.kind == "complete":
+        spans = zip(rows.offsets, rows.offsets[1:], strict=False)
+        off = [abs(math.fsum(np.exp(rows.logprobs[a:b].astype(float))) - 1) for a, b in spans]
+        if max(off, default=0) > MASS_TOLERANCE:
+            wrong.append(f"mass is off by {max(off):.2g} at row {int(np.argmax(off))}")
+    kinds = completion.commit.tolist()
+    if not set(kinds) <= commits or Commit.PREFILL not in kinds[:1]:
+        wrong.append(f"commit kinds {sorted(set(kinds))}, first {kinds[:1]}")
+    if (completion.weight_version != served).any():
+        wrong.append(f"weight versions {sorted(set(completion.weight_version.tolist()))}, served {served}")
+    if completion.draft_digest != draft:
+        wrong.append(f"draft digest {completion.draft_digest!r}, at start {draft!r}")
+    if len(trajectory.loss_mask) != len(completion):
+        wrong.append(f"loss mask of {len(trajectory.loss_mask)} for {len(completion)} tokens")
+    return wrong
+
+
+def handoff_rows(arm_dir: Path) -> list[Row]:
+    """What was sent was received, replicas agree, and the draft's bytes are those of the start."""
+    handoffs = read_handoffs(arm_dir)
+    start = json.loads((arm_dir / START_FILE).read_text())
+    drafts = {capability["draft_digest"] for capability in start["capabilities"]}
+    speculative = start["capabilities"][0]["arm"] != "regular"
+    wrong: list[str] = []
+    for line in handoffs:
+        found = {name: {report[name] for report in line["reports"]} for name in line["reports"][0]}
+        checks = {
+            "received is not sent": found["received_digest"] == {line["sent_digest"]},
+            "served version differs": found["version"] == {line["version"]},
+            "replicas differ": len(found["resident_digest"]) == 1,
+            "draft changed": found["draft_digest"] == drafts,
+        }
+        wrong += [f"version {line['version']}: {complaint}" for complaint, holds in checks.items() if not holds]
+    different = len({line["sent_digest"] for line in handoffs} - {start["weights_digest"]})
+    detail = "; ".join(wrong[:5]) or "received = sent, replicas equal, draft unchanged"
+    one = len(drafts) == 1 and ("" in drafts) != speculative
+    return [
+        Row("handoffs", len(handoffs), "", "all whole", bool(handoffs) and not wrong, detail),
+        at_least("handoffs/new_weights", different, MIN_HANDOFFS, "", "different weights, the first not counted"),
+        Row("draft", len(drafts), "digest", "one and the same", one, f"private bytes {', '.join(drafts) or '(none)'}"),
+    ]
+
+
+def training_rows(arm_dir: Path) -> list[Row]:
+    """Gradients are finite and not zero, metrics are finite, and centering is at work where the config claims it."""
+    series = read_metrics(arm_dir)
+    norms = np.array(list(series["train/grad_norm"].values()))
+    good = int((np.isfinite(norms) & (norms > 0)).sum())
+    bad = int(sum(series.get("non_finite", {}).values()))
+    rows = [
+        all_of("gradients", good, len(norms), f"norms {norms.min():.4g} to {norms.max():.4g}", "steps"),
+        Row("finite_metrics", bad, "non-finite", "0", bad == 0),
+    ]
+    claimed = settings_of(arm_dir)
+    same = claimed == read_probe(arm_dir).settings
+    rows.append(Row("settings", float(same), "", "trainer ran what the config says", same, str(claimed)))
+    if claimed["centering"] == "on":
+        norm = float(np.median(list(series["sc/correction_norm"].values())))
+        rows.append(at_least("correction_norm", norm, CORRECTION_FLOOR, "", "median over the steps"))
+    return rows
+
+
+def settings_of(arm_dir: Path) -> dict[str, Any]:
+    """The estimator's settings of this arm as the experiment's config resolves them."""
+    config, name = load(arm_dir.parent / "config.yaml"), arm_and_seed(arm_dir)[0]
+    arm = next(arm for arm in config.arms if arm.name == name)
+    return config.for_arm(arm).trainer.estimator.model_dump()
+
+
+def _pairing_row(arms: list[dict[str, Any]]) -> Row:
+    found = pairing(arms)
+    detail = "; ".join(found["wrong"]) or f"{len(arms)} arms, same initial weights and prompts, by digest"
+    return Row("pairing", found["steps_compared"], "rollouts", "all arms of a seed alike", found["paired"], detail)

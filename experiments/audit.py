@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def audit(run_dir: Path) -> int:
 
 
 def audit_rows(run_dir: Path) -> list[Row]:
-    arms = arm_dirs(run_dir)
-    rows = [_pairing_row([summarise(arm_dir) for arm_dir in arms])]
-    for arm_dir in arms:
+    rows = checked("pairing", pairing_rows, run_dir)
+    for arm_dir in arm_dirs(run_dir):
         found = arm_rows(arm_dir)
         write_json(arm_dir / AUDIT_FILE, f"python -m experiments audit {run_dir}", found)
         rows += found
@@ -57,20 +57,29 @@ def audit_rows(run_dir: Path) -> list[Row]:
 
 
 def arm_rows(arm_dir: Path) -> list[Row]:
-    """All rows of one arm. A check that cannot be made for want of an artifact is a failed row that names it."""
-    checks: list[tuple[str, Callable[[Path], list[Row]]]] = [
-        ("manifest", manifest_rows), ("metadata", metadata_rows), ("handoffs", handoff_rows),
-        ("training", training_rows), ("gradient", probe_rows),
-    ]  # fmt: skip
-    rows: list[Row] = []
-    for name, check in checks:
-        try:
-            rows += check(arm_dir)
-        except (OSError, ValueError, KeyError) as error:
-            rows.append(
-                Row(name, math.nan, "", "artifacts are there and sound", False, f"{type(error).__name__}: {error}")
-            )
-    return [Row(f"{arm_dir.name}/{row.name}", row.value, row.unit, row.gate, row.passed, row.detail) for row in rows]
+    checks = {
+        "manifest": manifest_rows, "metadata": metadata_rows, "handoffs": handoff_rows,
+        "training": training_rows, "gradient": probe_rows,
+    }  # fmt: skip
+    rows = [row for name, check in checks.items() for row in checked(name, check, arm_dir)]
+    return [replace(row, name=f"{arm_dir.name}/{row.name}") for row in rows]
+
+
+def checked(name: str, check: Callable[[Path], list[Row]], folder: Path) -> list[Row]:
+    """The check's rows; where an artifact is missing or broken, one failed row that says so."""
+    try:
+        return check(folder)
+    except (OSError, ValueError, KeyError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        return [Row(name, math.nan, "", "artifacts are there and sound", False, detail)]
+
+
+def pairing_rows(run_dir: Path) -> list[Row]:
+    """All arms of a seed began from the same weights and saw the same prompts."""
+    arms = [summarise(arm_dir) for arm_dir in arm_dirs(run_dir)]
+    found = pairing(arms)
+    detail = "; ".join(found["wrong"]) or f"{len(arms)} arms, same initial weights and prompts, by digest"
+    return [Row("pairing", found["steps_compared"], "rollouts", "all arms of a seed alike", found["paired"], detail)]
 
 
 def manifest_rows(arm_dir: Path) -> list[Row]:
@@ -182,9 +191,3 @@ def settings_of(arm_dir: Path) -> dict[str, Any]:
     config, name = load(arm_dir.parent / "config.yaml"), arm_and_seed(arm_dir)[0]
     arm = next(arm for arm in config.arms if arm.name == name)
     return config.for_arm(arm).trainer.estimator.model_dump()
-
-
-def _pairing_row(arms: list[dict[str, Any]]) -> Row:
-    found = pairing(arms)
-    detail = "; ".join(found["wrong"]) or f"{len(arms)} arms, same initial weights and prompts, by digest"
-    return Row("pairing", found["steps_compared"], "rollouts", "all arms of a seed alike", found["paired"], detail)

@@ -18,6 +18,7 @@ from rollout.embedded.text import Text
 from rollout.engine import Request
 
 Ints = NDArray[np.int64]
+_NONE: Ints = np.zeros(0, np.int64)
 PREFILL_TOKENS = 16384  # prompt tokens, padding included, of one prefill pass
 
 
@@ -60,15 +61,15 @@ class Batch:
         self.has_strings = np.array([bool(r.stop_strings) for r in requests])
 
         count, longest = len(requests), int(self.limit.max())
-        self.tokens = np.zeros((count, longest), np.int32)
-        self.commits = np.zeros((count, longest), np.uint8)
+        self.tokens = np.zeros((count, longest + width), np.int32)
+        self.commits = np.zeros((count, longest + width), np.uint8)
         self.length = np.zeros(count, np.int64)
         self.last = np.zeros(count, np.int64)
         self.reason = np.zeros(count, np.uint8)
         self.status = np.zeros(count, np.uint8)  # of the last token; all before it are OK
-        self.steps, self.proposed, self.accepted = (np.zeros(count, np.int64) for _ in range(3))
+        self.steps = np.zeros(count, np.int64)
 
-        self.live: Ints = np.zeros(0, np.int64)
+        self.live = _NONE
         self.waiting = 0  # requests[waiting:] hold no slot yet
         self.purposes = tuple(purposes)
         self._seeds = np.array([r.spec.seed for r in requests], np.uint64)
@@ -94,7 +95,7 @@ class Batch:
         free = min(self.capacity - len(self.live), len(self.requests) - self.waiting)
         remaining = len(self.requests) - self.waiting
         if not free or (len(self.live) and free < min(remaining, -(-self.capacity // 8))):
-            return np.zeros(0, np.int64)
+            return _NONE
         lengths = np.maximum.accumulate(self.prompt_length[self.waiting : self.waiting + free])
         fits = int(np.searchsorted(lengths * np.arange(1, free + 1), PREFILL_TOKENS, side="right"))
         new = np.arange(self.waiting, self.waiting + max(1, fits))
@@ -113,63 +114,66 @@ class Batch:
 
     def commit(
         self, rows: Ints, tokens: Ints, counts: Ints, kinds: NDArray[np.uint8], sizes: Ints | None = None
-    ) -> Ints:
+    ) -> tuple[Ints, Ints]:
         """Append the first `counts` of `tokens` [B, w] to requests `rows`, up to the first that ends a response.
 
         kinds: uint8 [B, w]. sizes: entries of each token's support, where some request has a cap that may bind.
-        Returns how many were kept, int64 [B]; the last kept token of an aborted response has a status that is not OK.
+        Returns (start, keep): response index of the first token and how many were kept, int64 [B] each.
         """
-        width = tokens.shape[1]
-        columns = self._columns[:width]
         start = self.length[rows]
-        bad = np.where(tokens < 0, np.uint8(Status.INVALID), np.uint8(Status.OK))
+        at = rows[:, None], start[:, None] + self._columns[: tokens.shape[1]]
+        # What lies past the kept tokens is overwritten later or never read.
+        self.tokens[at] = tokens
+        self.commits[at] = kinds
+        room = self.limit[rows] - start
+        keep = np.minimum(counts, room)
+        bad = tokens < 0
         if sizes is not None:
-            bad[(sizes > self.support_cap[rows, None]) & (bad == Status.OK)] = Status.OVERFLOW
-        ends = bad != Status.OK
+            bad |= sizes > self.support_cap[rows, None]
+        ends = bad
         if self.stop_ids is not None:
-            ends = ends | (tokens[:, :, None] == self.stop_ids[rows, None]).any(-1)
-        first_end = np.where(ends.any(1), ends.argmax(1) + 1, width + 1)
-        keep = np.minimum(np.minimum(counts, self.limit[rows] - start), first_end)
-
-        kept = columns < keep[:, None]
-        row, column = np.nonzero(kept)
-        at = rows[row], start[row] + column
-        self.tokens[at] = np.maximum(tokens[row, column], 0)
-        self.commits[at] = kinds[row, column]
-
-        final = np.arange(len(rows)), keep - 1
-        reason = np.where(start + keep == self.limit[rows], np.uint8(Reason.LENGTH), np.uint8(Reason.RUNNING))
-        reason[first_end == keep] = Reason.STOP
-        reason[bad[final] != Status.OK] = Reason.ABORT
-        if self.has_strings[rows].any():
-            for i in np.flatnonzero(self.has_strings[rows]).tolist():
-                self._stop_at_string(i, rows[i], start[i], keep, reason)
-        self.reason[rows] = reason
-        self.status[rows] = np.where(reason == Reason.ABORT, bad[np.arange(len(rows)), keep - 1], Status.OK)
+            ends = bad | (tokens[:, :, None] == self.stop_ids[rows, None]).any(-1)
+        ended = keep == room
+        if ends.any():
+            first = np.where(ends.any(1), ends.argmax(1) + 1, len(self._columns) + 1)
+            keep = np.minimum(keep, first)
+            ended |= keep == first
         self.length[rows] = start + keep
+        strings = self.has_strings[rows]
+        for i in np.flatnonzero(ended | strings).tolist():
+            row, first, last = int(rows[i]), int(start[i]), int(keep[i]) - 1
+            usable = last + (not bad[i, last])
+            found = self._string_end(row, first + usable, usable) if strings[i] else None
+            if found is not None:
+                keep[i] = found
+                self._end(row, first + found, Reason.STOP)
+            elif bad[i, last]:
+                invalid = tokens[i, last] < 0
+                self._end(row, first + last + 1, Reason.ABORT, Status.INVALID if invalid else Status.OVERFLOW)
+            elif ended[i]:
+                self._end(row, first + last + 1, Reason.STOP if ends[i, last] else Reason.LENGTH)
         self.last[rows] = tokens[np.arange(len(rows)), keep - 1]
-        return keep
+        return start, keep
 
-    def _stop_at_string(self, i: int, row: int, start: int, keep: Ints, reason: NDArray[np.uint8]) -> None:
-        usable = int(keep[i]) - (reason[i] == Reason.ABORT)
-        tokens = self.tokens[row, : start + usable]
-        found = self.text.stop_after(tokens, usable, self.requests[row].stop_strings)
-        if found is not None:
-            keep[i], reason[i] = found, Reason.STOP
+    def _string_end(self, row: int, length: int, new: int) -> int | None:
+        """How many of the last `new` of `length` tokens are needed to complete a stop string, or None."""
+        return self.text.stop_after(self.tokens[row, :length], new, self.requests[row].stop_strings)
 
-    def count_step(self, counts: Ints, keep: Ints) -> None:
-        """Speculative counters of one step of the live requests."""
-        self.steps[self.live] += 1
-        self.proposed[self.live] += self.width - 1
-        self.accepted[self.live] += np.minimum(counts - 1, keep)
+    def _end(self, row: int, length: int, reason: Reason, status: Status = Status.OK) -> None:
+        self.length[row], self.reason[row], self.status[row] = length, reason, status
+        if status == Status.INVALID:
+            self.tokens[row, length - 1] = 0  # any id: its row is marked
 
     def release(self) -> tuple[Ints, Ints]:
         """Take finished requests out; return (sources, targets): slots whose contents must move into the gaps."""
         running = self.reason[self.live] == Reason.RUNNING
         count = int(running.sum())
+        if count == len(self.live):
+            return _NONE, _NONE
         targets = np.flatnonzero(~running[:count])
         sources = np.flatnonzero(running[count:]) + count
-        self.live[targets] = self.live[sources]
+        live = self.live[:count].copy()  # a step that is being recorded may hold the old array
+        live[targets] = self.live[sources]
         self._draws[targets] = self._draws[sources]
-        self.live = self.live[:count]
+        self.live = live
         return sources, targets

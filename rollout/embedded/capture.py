@@ -4,6 +4,8 @@ time, and sorted into responses once at the end. Nothing here happens once a tok
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,55 +19,55 @@ Ints = NDArray[np.int64]
 
 
 class SupportLog:
-    """Support rows of one kind for the requests of one call. head_sizes: int64 [requests], read for heads only."""
+    """Support rows of one kind for the requests of one call.
 
-    def __init__(self, kind: SupportKind, head_sizes: Ints) -> None:
+    head_sizes: int64 [requests], read for heads only. tokens: int32 [requests, T], the committed tokens, which the
+    caller fills in before it adds their laws.
+    """
+
+    def __init__(self, kind: SupportKind, head_sizes: Ints, tokens: NDArray[np.int32]) -> None:
         self.kind: SupportKind = kind
-        self.head_sizes = head_sizes
+        self.head_sizes, self.tokens = head_sizes, tokens
         self._laws: list[Tensor] = []
+        self._steps: list[tuple[Ints, Ints, Ints]] = []  # requests, first response index, rows recorded
         self._held = 0
-        # A row: the request it belongs to, its response index, its token.
-        self._owner: list[Ints] = []
-        self._position: list[Ints] = []
-        self._token: list[Ints] = []
-        self._ids: list[NDArray[np.int32]] = []
-        self._logprobs: list[NDArray[np.float32]] = []
-        self._lengths: list[Ints] = []
-        self._sampled: list[NDArray[np.float32]] = []
+        self._packed: list[_Packed] = []
 
-    def add(self, probs: Tensor, flat: Ints, owner: Ints, position: Ints, token: Ints) -> None:
-        """Keep rows `flat` of the laws [R, V]: of `token` at response index `position` of request `owner`."""
-        if len(flat) < len(probs):
-            probs = probs.index_select(0, torch.from_numpy(flat).to(probs.device, non_blocking=True))
-        self._laws.append(probs)
-        self._owner.append(owner)
-        self._position.append(position)
-        self._token.append(token)
-        self._held += probs.numel()
+    def add(self, probs: Tensor, requests: Ints, start: Ints, count: Ints) -> None:
+        """Keep the first count[b] laws of probs [B, w, V]: tokens start[b], start[b] + 1, ... of requests[b]."""
+        width = probs.shape[1]
+        laws = probs.view(-1, probs.shape[-1])
+        recorded = np.arange(width) < count[:, None]
+        if not recorded.all():
+            flat = torch.from_numpy(np.flatnonzero(recorded))
+            laws = laws.index_select(0, flat.to(probs.device, non_blocking=True))
+        self._laws.append(laws)
+        self._steps.append((requests, start, count))
+        self._held += laws.numel()
         if self._held >= PACK_ENTRIES:
             self._pack()
 
     def _pack(self) -> None:
         probs = torch.cat(self._laws)
-        steps = len(self._laws)
-        self._laws, self._held = [], 0
-        tokens = np.concatenate(self._token[-steps:])
-        chosen = probs.gather(1, torch.from_numpy(tokens[:, None]).to(probs.device)).log()[:, 0]
-        if self.kind == "head":
-            sizes = self.head_sizes[np.concatenate(self._owner[-steps:])]
-            ids, logprobs = head(probs, int(sizes.max()))
-            if (sizes < sizes.max()).any():
-                kept = torch.arange(ids.shape[1]) < torch.from_numpy(sizes[:, None])
-                ids, logprobs = ids[kept.to(ids.device)], logprobs[kept.to(ids.device)]
-            lengths = sizes
+        requests, start, count = (np.concatenate(part) for part in zip(*self._steps, strict=True))
+        self._laws, self._steps, self._held = [], [], 0
+        owner = np.repeat(requests, count)
+        position = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
+        tokens = torch.from_numpy(self.tokens[owner, position, None].astype(np.int64)).to(probs.device)
+        if self.kind == "complete":
+            ids, logprobs, lengths, sampled = _complete(probs, tokens)
         else:
-            kept = probs > 0
-            ids, logprobs = kept.nonzero()[:, 1].int(), probs[kept].log()
-            lengths = kept.sum(-1).cpu().numpy()
-        self._ids.append(ids.flatten().cpu().numpy())
-        self._logprobs.append(logprobs.flatten().float().cpu().numpy())
-        self._lengths.append(lengths)
-        self._sampled.append(_sampled(self._ids[-1], self._logprobs[-1], lengths, tokens, chosen.float().cpu().numpy()))
+            ids, logprobs, lengths, sampled = _heads(probs, tokens, self.head_sizes[owner])
+        self._packed.append(
+            _Packed(
+                owner,
+                position,
+                ids.cpu().numpy(),
+                logprobs.float().cpu().numpy(),
+                lengths,
+                sampled.float().cpu().numpy(),
+            )
+        )
 
     def rows(self, status: NDArray[np.uint8]) -> list[SupportRows]:
         """Rows of every request, in the order of its tokens; none where nothing of this kind was captured.
@@ -75,47 +77,68 @@ class SupportLog:
         """
         if self._laws:
             self._pack()
-        if not self._owner:
-            empty = SupportRows.empty(self.kind)
-            return [_with_failure(empty, one) if one else empty for one in status]
-        owner, position = np.concatenate(self._owner), np.concatenate(self._position)
-        order = np.lexsort((position, owner))
-        lengths = np.concatenate(self._lengths)
-        entries = _entries_in_order(lengths, order)
-        ids, logprobs = np.concatenate(self._ids)[entries], np.concatenate(self._logprobs)[entries]
-        everything = SupportRows(
-            token_ids=ids,
-            logprobs=logprobs,
-            offsets=np.concatenate([[0], np.cumsum(lengths[order])]),
-            sampled_logprobs=np.concatenate(self._sampled)[order],
-            kind=self.kind,
-            status=np.zeros(len(order), np.uint8),
-        )
-        ends = np.searchsorted(owner[order], np.arange(len(status)), side="right").tolist()
-        parts = [everything[first:last] for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+        if not self._packed:
+            parts = [SupportRows.empty(self.kind)] * len(status)
+        else:
+            packed = _Packed(*(np.concatenate(part) for part in zip(*self._packed, strict=True)))
+            order = np.lexsort((packed.position, packed.owner))
+            lengths = packed.lengths[order]
+            everything = SupportRows(
+                token_ids=_reorder(packed.ids, packed.lengths, order),
+                logprobs=_reorder(packed.logprobs, packed.lengths, order),
+                offsets=np.concatenate([[0], np.cumsum(lengths)]),
+                sampled_logprobs=packed.sampled[order],
+                kind=self.kind,
+                status=np.zeros(len(order), np.uint8),
+            )
+            ends = np.searchsorted(packed.owner[order], np.arange(len(status)), side="right").tolist()
+            parts = [everything[first:last] for first, last in zip([0, *ends[:-1]], ends, strict=True)]
         return [_with_failure(part, one) if one else part for part, one in zip(parts, status, strict=True)]
 
 
-def _entries_in_order(lengths: Ints, order: Ints) -> Ints:
-    """Indices of the entries of rows `order`, one row after another; row r has lengths[r] entries in a flat array."""
+class _Packed(NamedTuple):
+    """Rows in the order they were committed: owner, position, lengths and sampled [n], ids and logprobs [nnz]."""
+
+    owner: Ints
+    position: Ints
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    lengths: Ints
+    sampled: NDArray[np.float32]
+
+
+def _complete(probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Ints, Tensor]:
+    """Every entry of positive mass in order of ids, and the log-probability of `tokens` [n, 1], all from one tensor."""
+    logs = probs.log()
+    ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand(len(probs), -1)
+    kept = probs > 0
+    if kept.all():
+        lengths = np.full(len(probs), probs.shape[1])
+        return ids.flatten(), logs.flatten(), lengths, logs.gather(1, tokens)[:, 0]
+    return ids[kept], logs[kept], kept.sum(-1).cpu().numpy(), logs.gather(1, tokens)[:, 0]
+
+
+def _heads(probs: Tensor, tokens: Tensor, sizes: Ints) -> tuple[Tensor, Tensor, Ints, Tensor]:
+    """The sizes[i] likeliest entries of row i, and the log-probability of `tokens` [n, 1]: the entry's own, if it has
+    one."""
+    ids, logprobs = head(probs, int(sizes.max()))
+    hit = ids == tokens
+    inside = torch.where(hit, logprobs, 0.0).sum(-1)
+    sampled = torch.where(hit.any(-1), inside, probs.gather(1, tokens)[:, 0].log())
+    if (sizes == ids.shape[1]).all():
+        return ids.flatten(), logprobs.flatten(), sizes, sampled
+    kept = (torch.arange(ids.shape[1]) < torch.from_numpy(sizes[:, None])).to(ids.device)
+    return ids[kept], logprobs[kept], sizes, sampled
+
+
+def _reorder(entries: NDArray, lengths: Ints, order: Ints) -> NDArray:
+    """Flat entries of rows `order`, one row after another; row r has lengths[r] entries."""
+    if (lengths == lengths[0]).all():
+        return entries.reshape(len(lengths), -1)[order].ravel()
     starts = np.cumsum(lengths) - lengths
     lengths = lengths[order]
-    return np.arange(lengths.sum()) + np.repeat(starts[order] - (np.cumsum(lengths) - lengths), lengths)
-
-
-def _sampled(
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    lengths: Ints,
-    tokens: Ints,
-    otherwise: NDArray[np.float32],
-) -> NDArray[np.float32]:
-    """Log-probability of each row's token: the support's own entry, or `otherwise` where a head lacks the token."""
-    hit = np.flatnonzero(ids == np.repeat(tokens, lengths))
-    row = np.searchsorted(np.cumsum(lengths), hit, side="right")
-    sampled = otherwise.copy()
-    sampled[row] = logprobs[hit]
-    return sampled
+    shift = starts[order] - (np.cumsum(lengths) - lengths)
+    return entries[np.arange(len(entries)) + np.repeat(shift, lengths)]
 
 
 def _with_failure(rows: SupportRows, status: int) -> SupportRows:

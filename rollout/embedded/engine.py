@@ -178,8 +178,8 @@ class EmbeddedEngine:
                     text=self.text.trimmed(ids, request.stop_strings),
                     spec=SpecCounters(
                         live_steps=int(batch.steps[i]),
-                        proposed=int(batch.proposed[i]),
-                        accepted=int(batch.accepted[i]),
+                        proposed=int(batch.steps[i]) * (batch.width - 1),
+                        accepted=int((batch.commits[i, :length] == Commit.DRAFT).sum()),
                     ),
                     engine_id=self.engine_id,
                     draft_digest=self._draft_digest,
@@ -197,10 +197,13 @@ class _Run:
         specs = [request.spec for request in batch.requests]
         self.law = BatchLaw(specs)
         self.heat = np.array([spec.temperature or _GREEDY_HEAT for spec in specs])
-        self.captured = np.array([spec.capture for spec in specs])
+        self.logs: list[tuple[SupportLog, NDArray[np.bool_] | None]] = []  # None: every request is of this kind
         head_sizes = np.array([spec.head_size for spec in specs], np.int64)
         kinds: tuple[SupportKind, ...] = ("complete", "head")
-        self.logs = {kind: SupportLog(kind, head_sizes) for kind in kinds if (self.captured == kind).any()}
+        for kind in kinds:
+            mine = np.array([spec.capture == kind for spec in specs])
+            if mine.any():
+                self.logs.append((SupportLog(kind, head_sizes, batch.tokens), None if mine.all() else mine))
         self.caps_bind = bool((batch.support_cap < arm.target.config.vocab_size).any())
         self.kinds = commit_kinds(arm.width)
 
@@ -253,21 +256,17 @@ class _Run:
         width = probs.shape[1]
         tokens, counts = host[:, :width], host[:, width]
         sizes = host[:, width + 1 :] if self.caps_bind else None
-        start = batch.length[rows]
-        keep = batch.commit(rows, tokens, counts, self.kinds[counts] if kinds is None else kinds, sizes)
         if kinds is None:
-            batch.count_step(counts, keep)
-        recorded = np.arange(width) < (keep - (batch.reason[rows] == Reason.ABORT))[:, None]
-        for kind, log in self.logs.items():
-            flat = np.flatnonzero(recorded & (self.captured[rows] == kind)[:, None])
-            if len(flat):
-                row, column = flat // width, flat % width
-                log.add(probs.view(-1, probs.shape[-1]), flat, rows[row], start[row] + column, tokens[row, column])
+            kinds = self.kinds[counts]
+            batch.steps[rows] += 1
+        start, keep = batch.commit(rows, tokens, counts, kinds, sizes)
+        recorded = keep - (batch.status[rows] != Status.OK)
+        for log, mine in self.logs:
+            log.add(probs, rows, start, recorded if mine is None else recorded * mine[rows])
 
     def release(self) -> None:
+        """Close the gaps that finished responses leave."""
         batch = self.batch
-        if (batch.reason[batch.live] == Reason.RUNNING).all():
-            return
         sources, targets = batch.release()
         if len(sources):
             length = int((batch.prompt_length[batch.live] + batch.length[batch.live]).max())
@@ -279,9 +278,8 @@ class _Run:
     def support(self) -> list[SupportRows | None]:
         """Support rows of every request, None where capture was off."""
         found: list[SupportRows | None] = [None] * len(self.batch.requests)
-        for kind, log in self.logs.items():
-            wanted = self.captured == kind
-            rows = log.rows(np.where(wanted, self.batch.status, np.uint8(Status.OK)))
-            for i in np.flatnonzero(wanted):
+        for log, mine in self.logs:
+            rows = log.rows(self.batch.status)
+            for i in range(len(found)) if mine is None else np.flatnonzero(mine):
                 found[i] = rows[i]
         return found

@@ -41,6 +41,7 @@ def accept_length(
         block = torch.cat((anchors[:, None], proposed), 1)
         positions = (where[:, None] + torch.arange(size)).where(live[:, None], -1)
         hidden, taps = target.forward(block, positions, cache, every, length + size, draft.config.taps)
+        assert taps is not None
         p = torch.softmax(target.logits(hidden).double(), -1)
         if selector:
             dense = torch.zeros_like(p).scatter_(-1, _pad(candidates), _pad(q))

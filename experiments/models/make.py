@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -133,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipe = TargetRecipe()
     parser = argparse.ArgumentParser(prog="models make", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=recipe.steps)
-    parser.add_argument("--seed", type=int, default=recipe.seed)
+    for field in fields(recipe):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # sums then have one order: a rerun on the same machine gives the same bytes
-    decoder, _ = train_target(replace(recipe, steps=args.steps, seed=args.seed))
+    decoder, _ = train_target(replace(recipe, **{field.name: getattr(args, field.name) for field in fields(recipe)}))
     save_target(decoder, args.out)
     print(f"held-out reward at temperature 1: {accuracy(decoder, 512, args.seed):.3f}; written to {args.out}")
 

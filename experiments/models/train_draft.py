@@ -7,7 +7,7 @@ sees the true previous token (teacher forcing), the unary logits see only the an
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -28,35 +28,35 @@ STORED = torch.bfloat16
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """Training of a draft. Each round samples `rows` fresh texts of `new_tokens` and takes `round_steps` steps on them."""
+    """Training of a draft. A round samples `rows` fresh texts of `new_tokens` and takes `round_steps` steps on them."""
 
-    rounds: int = 12
-    round_steps: int = 100
-    rows: int = 192
+    rounds: int = 14
+    round_steps: int = 200
+    rows: int = 160
     new_tokens: int = 290
-    batch_rows: int = 16
+    batch_rows: int = 8
     anchors: int = 16
     block_size: int = 8
-    layers: int = 1
-    heads: int = 2
-    kv_heads: int = 1
-    intermediate_size: int = 192
-    taps: tuple[int, ...] | None = None
+    layers: int = 2
+    group: int = 4  # query heads a key/value head, where the target has fewer: one block looks many ways at once
+    taps: int = 4  # target layers that feed the context, evenly spaced from the first to the last but one
     selector_rank: int = 32
     selector_top_k: int = 8
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     warmup: int = 50
     decay: float = 4.0  # slot j weighs exp(-j / decay): a late slot counts only when all before it were accepted
-    mask_token_id: int = 501
+    mask_token_id: int = addition.MASK_ID
     seed: int = 0
 
 
 def new_draft(target: Decoder, recipe: DraftRecipe) -> Draft:
     """An untrained draft shaped like its target's layers."""
-    layers = target.config.layers
-    taps = recipe.taps or tuple(sorted({round(i * (layers - 1) / 3) for i in range(4)}))
+    shape, layers = target.config, target.config.layers
+    heads = shape.kv_heads * max(shape.group, recipe.group)
+    # sglang taps a layer at the input of the next one, so the last layer itself cannot be tapped there.
+    taps = tuple(sorted({round(i * (layers - 2) / (recipe.taps - 1)) for i in range(recipe.taps)}))
     config = DraftConfig(
-        block=replace(target.config, model_type="qwen3", layers=recipe.layers, tied=False,heads=recipe.heads,kv_heads=recipe.kv_heads,intermediate_size=recipe.intermediate_size),
+        block=replace(shape, model_type="qwen3", layers=recipe.layers, heads=heads, tied=False, rope_scaling=None),
         block_size=recipe.block_size,
         taps=taps,
         num_target_layers=layers,
@@ -191,13 +191,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line (default: the addition task)")
     parser.add_argument("--held-out", type=Path, help="prompts for the accept length (default: those of training)")
-    for name in ("rounds", "round_steps", "rows", "new_tokens", "block_size", "layers", "mask_token_id", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name))
+    for field in fields(recipe):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     parser.add_argument("--threads", type=int, default=1, help="with 1, a rerun on one machine gives the same bytes")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     target = Decoder.from_hf(args.target)
-    recipe = replace(recipe, **{name: value for name, value in vars(args).items() if hasattr(recipe, name)})
+    recipe = replace(recipe, **{field.name: getattr(args, field.name) for field in fields(recipe)})
     if args.prompts:
         prompts = file_prompts(args.prompts, args.target, recipe.rows)
         held_out = file_prompts(args.held_out or args.prompts, args.target, 64)(0)

@@ -46,7 +46,8 @@ class Problem:
 
 def _addends(split: Split) -> list[int]:
     """The second operands of a split; one in eight is held out, and running sums keep theirs, so splits never meet."""
-    return [n for n in range(1000) if (xxhash.xxh3_64_intdigest(f"addend {n}".encode()) % 8 == 0) == (split == "held_out")]
+    held_out = [xxhash.xxh3_64_intdigest(f"addend {n}".encode()) % 8 == 0 for n in range(1000)]
+    return [n for n in range(1000) if held_out[n] == (split == "held_out")]
 
 
 _ADDENDS: dict[Split, list[int]] = {"train": _addends("train"), "held_out": _addends("held_out")}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from rollout.embedded.decoder import Decoder
 
-SHAPE = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=97,
     hidden_size=48,
     intermediate_size=80,
@@ -20,7 +21,8 @@ SHAPE = dict(
     head_dim=16,
     max_position_embeddings=64,
 )
-LLAMA3_ROPE = {
+PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
+LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
     "factor": 4.0,
@@ -33,7 +35,7 @@ LLAMA3_ROPE = {
 def _model(kind: str) -> PreTrainedModel:
     torch.manual_seed(1)
     if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False, rope_theta=20000.0))
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False, rope_parameters=PLAIN_ROPE))
     elif kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     else:

@@ -82,7 +82,7 @@ def start(arm: str, folder: Path, *flags: str, **environment: str) -> Server:
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         _wait(server)
-    except AssertionError:
+    except BaseException:
         server.stop()
         raise
     return server
@@ -90,17 +90,17 @@ def start(arm: str, folder: Path, *flags: str, **environment: str) -> Server:
 
 def draft(arm: str, folder: Path) -> Path:
     """The tiny draft as it ships (DFlash2), or without its selector (DFlash)."""
-    if arm == "dflash2":
-        return TINY / "draft"
-    plain = folder / "draft"
-    if not plain.exists():
-        shutil.copytree(TINY / "draft", plain)
-        config = json.loads((plain / "config.json").read_text())
-        config["architectures"] = ["DFlashDraftModel"]
-        for name in ("selector_rank", "selector_top_k"):
-            del config["dflash_config"][name]
-        (plain / "config.json").write_text(json.dumps(config))
-    return plain
+    copy = folder / f"draft-{arm}"
+    if not copy.exists():
+        shutil.copytree(TINY / "draft", copy)
+        config = json.loads((copy / "config.json").read_text())
+        if arm == "dflash":
+            config["architectures"] = ["DFlashDraftModel"]
+            for name in ("selector_rank", "selector_top_k"):
+                del config["dflash_config"][name]
+        config["dflash_config"]["target_layer_ids"][-1] = min(8, config["dflash_config"]["target_layer_ids"][-1])
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def _wait(server: Server) -> None:
@@ -109,9 +109,9 @@ def _wait(server: Server) -> None:
         if server.process.poll() is not None:
             raise AssertionError(f"the server died with {server.process.returncode}:\n{server.tail(60)}")
         try:
-            if requests.get(server.url + "/health", timeout=5).status_code == 200:
+            if requests.get(server.url + "/health", timeout=30).status_code == 200:
                 return
-        except requests.ConnectionError:
+        except requests.RequestException:
             pass
         time.sleep(1)
     raise AssertionError(f"no health within {HEALTH_TIMEOUT_S} s:\n{server.tail(60)}")

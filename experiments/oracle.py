@@ -33,8 +33,9 @@ def token_law(logits: ArrayLike, temperature: float, top_k: int, top_p: float, o
     margin = math.inf
     if top_p < 1:
         measured = law / (law[keep].sum() if order == "top_k_first" else law.sum())
-        levels = np.unique(z[keep])
-        more_likely = np.array([measured[z > level].sum() for level in levels])
+        levels, level = np.unique(z[keep], return_inverse=True)
+        mass = np.bincount(level, weights=measured[keep])
+        more_likely = np.append(np.cumsum(mass[::-1])[-2::-1], 0.0)
         keep &= np.isin(z, levels[more_likely < top_p])
         margin = float(np.abs(more_likely - top_p).min())
     law = np.where(keep, law, 0.0)

@@ -1,0 +1,76 @@
+"""The proof table: every exactness claim as a row that recomputes its own evidence, with controls that must fail."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.evidence import Row, document, print_rows, write_json, write_page
+from experiments.validate.settings import Context, RowFunction
+
+# In the order of the table; each is a module here with `rows(context) -> list[Row]`.
+ROWS = ("filters",)
+ENGINES = ("embedded",)
+PAGE = Path("docs/results/validation.md")
+
+
+def main(
+    rows: list[str], engine: str = "embedded", quick: bool = False, mutate: bool = False,
+    json: Path | None = None, cases: Path | None = None,
+) -> int:  # fmt: skip
+    """Run the named rows (all without a name), print them; 1 where a gate failed.
+
+    json: where to write the machine form. cases: file for `filters` or `estimator`. The full table of all rows also
+    writes docs/results/validation.md. ValueError for a row or an engine that does not exist.
+    """
+    unknown = sorted(set(rows) - set(ROWS))
+    if unknown:
+        raise ValueError(f"rows {unknown} do not exist; accepted: {', '.join(ROWS)}")
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; accepted: {', '.join(ENGINES)}")
+    if cases is not None and not (len(rows) == 1 and rows[0] in ("filters", "estimator") and cases.is_file()):
+        raise ValueError(f"--cases {cases} needs one row, filters or estimator, and a file that exists")
+    chosen = [name for name in ROWS if name in rows or not rows]
+    command = _command(rows, engine, quick, json, cases)
+    with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
+        found = run(chosen, Context(_engines(engine, Path(scratch)), quick, cases, Path(scratch)))
+    print_rows(found, command)
+    if json is not None:
+        write_json(json, command, found)
+    if not rows and not quick:
+        write_page(PAGE, "Validation", __doc__ or "", document(command, found))
+    return int(not all(row.passed for row in found))
+
+
+def run(names: list[str], context: Context) -> list[Row]:
+    """The rows of each name in turn; one that raises is a failed row, and the table goes on."""
+    console, found = Console(stderr=True), []
+    for name in names:
+        started = time.perf_counter()
+        function: RowFunction = importlib.import_module(f"experiments.validate.{name}").rows
+        try:
+            found += function(context)
+        except Exception as error:
+            console.print_exception()
+            found.append(Row(f"{name}/error", float("nan"), "", "runs", False, f"{type(error).__name__}: {error}"))
+        console.print(f"{name}: {time.perf_counter() - started:.1f} s", style="dim", highlight=False)
+    return found
+
+
+def _engines(name: str, scratch: Path):
+    from experiments.validate.embedded import EmbeddedEngines
+
+    return EmbeddedEngines(scratch)
+
+
+def _command(rows: list[str], engine: str, quick: bool, json: Path | None, cases: Path | None) -> str:
+    parts = ["python", "-m", "experiments", "validate", *rows, "--engine", engine]
+    parts += ["--quick"] if quick else []
+    parts += ["--cases", str(cases)] if cases else []
+    parts += ["--json", str(json)] if json else []
+    return shlex.join(parts)

@@ -1,0 +1,90 @@
+"""What the proof table asks of a kind of engine; the rows know nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.validate.settings import Setting
+from miles_ext.capability import ArmKind
+from miles_ext.records import Completion, SupportRows
+from miles_ext.sampling import SamplingSpec
+from rollout.engine import Engine, Request
+
+Logits = NDArray[np.float32]
+Model = Literal["trained", "spread"]
+"""`trained`: the shipped target and its good draft. `spread`: a random target whose laws spread their mass, and a draft
+that is deliberately poor."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """What reached the accept kernel for one request, in order, copied at its door. T' >= T committed tokens: what
+    follows an end inside a block is here too.
+
+    tokens: the kernel's own answers. laws: its input rows [V]. logits: the raw target logits [V] that they came from.
+    kinds: `Commit` of each token, from the kernel's counts.
+    """
+
+    tokens: list[int]
+    laws: list[Logits]
+    logits: list[Logits]
+    kinds: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Responses and what the probe saw of them, in the same order."""
+
+    setting: Setting
+    requests: list[Request]
+    completions: list[Completion]
+    watched: list[Watched]
+
+
+class Watch(Protocol):
+    def of(self, request: Request) -> Watched:
+        """What was seen of the request with this prompt (prompts must differ)."""
+        ...
+
+
+class Engines(Protocol):
+    """One kind of engine."""
+
+    name: str
+    arms: tuple[ArmKind, ...]
+    vocab_size: int
+
+    def target(self, model: Model) -> Path:
+        """Hugging Face folder of the target's weights."""
+        ...
+
+    def open(self, arm: ArmKind, model: Model = "spread", **changes: Any) -> Engine:
+        """A loaded engine, to be closed by the caller."""
+        ...
+
+    def watch(self, engine: Engine) -> AbstractContextManager[Watch]:
+        """Probe the accept kernel's inputs while the block runs, without the engine's own bookkeeping."""
+        ...
+
+    def sample(self, arm: ArmKind, setting: Setting, model: Model, count: int) -> Sample:
+        """`count` watched responses to prompts that differ, decoded in one batch."""
+        ...
+
+    def broken_bonus(self, engine: Engine) -> AbstractContextManager[None]:
+        """Sabotage for controls: the bonus after a rejection is drawn from the target's law, not the residual."""
+        ...
+
+    def corrupt_draft(self, engine: Engine) -> None:
+        """Sabotage for controls: flip one bit of the loaded draft's private bytes."""
+        ...
+
+    def laws(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec]) -> dict[str, list[SupportRows]]:
+        """The engine's whole path from given logits to recorded rows: for each path by name, one row a case."""
+        ...

@@ -61,5 +61,5 @@ class Backend(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Inverse of `save`, for any number of ranks."""
+        """Inverse of `save`, for any number of ranks. CheckpointError where it is of another model."""
         ...

@@ -14,13 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from miles_ext.errors import CheckpointError
 from trainer.backends.base import LossFn
 from trainer.backends.scorer import Scorer
 from trainer.batch import Batch
@@ -105,8 +107,12 @@ class TorchBackend:
 
     def load(self, folder: Path) -> None:
         host = self._host_state()
-        with _quiet_when_alone():
-            load_shards({**self._state(), **host}, checkpoint_id=folder, no_dist=self.world_size == 1)
+        try:
+            with _quiet_when_alone():
+                load_shards({**self._state(), **host}, checkpoint_id=folder, no_dist=self.world_size == 1)
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            raise CheckpointError(f"{folder} does not fit the model being trained: {reason}") from error
         self.updates = int(host["updates"])
         torch.set_rng_state(host["rng"])
 
@@ -140,20 +146,22 @@ def load_hf(target: Path, dtype: torch.dtype, device: torch.device) -> PreTraine
     files = sorted(target.glob("*.safetensors"))
     if not (target / "config.json").is_file() or not files:
         raise ValueError(f"{target} is no Hugging Face folder; accepted: config.json beside *.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
     stored = {}
     for file in files:
         with safe_open(file, framework="pt") as content:
-            stored |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
-    held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    once = {name: held[name] for name, _ in model.named_parameters()}
-    wrong = sorted(name for name, shape in once.items() if stored.get(name) != shape)
-    wrong += sorted(name for name, shape in stored.items() if held.get(name) != shape)
+            stored |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, local_files_only=True))
+    once = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    held = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    wrong = {name for name, shape in once.items() if stored.get(name) != shape}
+    wrong |= {name for name, shape in stored.items() if held.get(name) != shape}
     if wrong:
         raise ValueError(
             f"{target} does not fit its config.json: {len(wrong)} tensors are missing, unexpected or of another shape, "
-            f"first {wrong[:3]}; accepted: a checkpoint with exactly the model's tensors"
+            f"first {sorted(wrong)[:3]}; accepted: a checkpoint with exactly the model's tensors"
         )
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
     cast(nn.Module, model).to(device)
     return model.eval()
 

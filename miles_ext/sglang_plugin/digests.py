@@ -1,4 +1,4 @@
-"""The three digests of a handoff: tensors as they are loaded, the target as it resides, and the draft's private bytes."""
+"""The three digests of a handoff: tensors as they are loaded, the target as it resides, the draft's private bytes."""
 
 from __future__ import annotations
 

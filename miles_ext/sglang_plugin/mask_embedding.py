@@ -18,7 +18,7 @@ FILE_NAME = "mask_embedding.pt"
 
 
 class MaskedLookup:
-    """An embedding module as the draft sees it. Not a torch module: the target's weights must not become the draft's."""
+    """An embedding module as the draft sees it. Not a torch module: the draft must not adopt the target's weights."""
 
     def __init__(self, module: Any, token_id: int, vector: Tensor) -> None:
         self._module, self._token_id, self._vector = module, token_id, vector
@@ -50,7 +50,7 @@ def around_merge(_original: Callable[..., None], worker: Any) -> None:
     worker.draft_model.sc_mask_embedding = (token_id, saved["embedding"].to(weight.device, weight.dtype))
 
 
-def after_resolve_embedding(module: Any, draft_model: Any, _target_model: Any) -> Any:
+def after_resolve(module: Any, draft_model: Any, _target_model: Any) -> Any:
     mask = getattr(draft_model, "sc_mask_embedding", None)
     return None if mask is None else MaskedLookup(module, *mask)
 

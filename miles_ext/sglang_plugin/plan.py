@@ -92,7 +92,7 @@ def capture_of(params: Any) -> tuple[int, int]:
     asked = (params.custom_params or {}).get(REQUEST_KEY)
     if not isinstance(asked, dict):
         return OFF, 0
-    return CAPTURES.get(asked.get("capture"), OFF), int(asked.get("k", 0))
+    return CAPTURES.get(str(asked.get("capture")), OFF), int(asked.get("k", 0))
 
 
 def plan_for(info: Any) -> BatchPlan:

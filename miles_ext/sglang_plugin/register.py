@@ -18,10 +18,11 @@ def register() -> None:
     from miles_ext.sglang_plugin.hooks import HOOKS, RELIED
 
     read_settings()
-    mismatched = {h.feature for h in HOOKS if not guard.check(h.feature, h.target, h.digest)}
-    mismatched |= {feature for feature, target, digest in RELIED if not guard.rely(feature, target, digest)}
-    for hook in HOOKS:
-        if hook.feature not in mismatched:
-            HookRegistry.register(hook.target, hook.function, HookType[hook.how])
-    if mismatched:
-        logger.error("miles_sc: features left out: %s", "; ".join(guard.complaints(sorted(mismatched))))
+    for feature, hooks in HOOKS.items():
+        matching = [guard.check(feature, hook.target, hook.digest) for hook in hooks]
+        matching += [guard.rely(feature, target, digest) for target, digest in RELIED.get(feature, ())]
+        if all(matching):
+            for hook in hooks:
+                HookRegistry.register(hook.target, hook.function, HookType[hook.how])
+        else:
+            logger.error("miles_sc: %s is left out: %s", feature, "; ".join(guard.complaints([feature])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from miles_ext.capability import EngineCapability
 from miles_ext.sampling import FilterOrder
@@ -63,7 +63,7 @@ def to_json(capability: EngineCapability) -> dict[str, Any]:
 def from_json(message: Mapping[str, Any]) -> EngineCapability:
     """Inverse of `to_json`. Raises TypeError for a field that is missing or unknown."""
     fields = dict(message)
-    orders = tuple(cast(FilterOrder, o) for o in fields.pop("filter_orders") if o in get_args(FilterOrder))
+    orders = cast(tuple[FilterOrder, ...], tuple(fields.pop("filter_orders")))
     patches, environment = frozenset(fields.pop("patches")), tuple(fields.pop("environment"))
     return EngineCapability(**fields, filter_orders=orders, patches=patches, environment=environment)
 

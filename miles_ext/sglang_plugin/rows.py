@@ -15,7 +15,7 @@ from miles_ext.sglang_plugin.plan import HEAD, capture_of
 from miles_ext.wire import pack as pack_wire
 
 ABORTS = {
-    Status.OVERFLOW: "the sampling support exceeds the request's k or the step's room; lower top_k or top_p, or raise k",
+    Status.OVERFLOW: "the sampling support exceeds the request's k or a step's room; lower top_k or top_p, or raise k",
     Status.INVALID: "a committed token has no finite logprob under its law; the logits are not finite",
 }
 

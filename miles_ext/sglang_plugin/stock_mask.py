@@ -9,7 +9,7 @@ import torch
 
 
 def around_build_output(original: Callable[..., Any], capture: Any, **arguments: Any) -> Any:
-    """The width is the server's cap and not the largest top_k: the law keeps ties, so a row may hold more than top_k."""
+    """The width is the server's cap, not the largest top_k: the law keeps ties, so a row may hold more than top_k."""
     from sglang.srt.layers.logits_processor import SamplingMaskStatus
     from sglang.srt.runtime_context import get_exec
 

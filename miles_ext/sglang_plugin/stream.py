@@ -10,7 +10,7 @@ from miles_ext.sglang_plugin.plan import REQUEST_KEY
 from miles_ext.sglang_plugin.rows import encode
 
 
-def around_get_output_streamer_class(original: Callable[..., type], scheduler: Any) -> type:
+def around_streamer_class(original: Callable[..., type], scheduler: Any) -> type:
     return streamer_class(original(scheduler))
 
 
@@ -35,7 +35,7 @@ def message_of(request: Any) -> list[Any]:
     return [rows.message()]
 
 
-def around_update_request_meta_info(
+def around_update_meta_info(
     original: Callable[..., None],
     manager: Any,
     meta_info: dict[str, Any],

@@ -8,7 +8,7 @@ from typing import Any
 from miles_ext.sglang_plugin.settings import read_settings
 
 
-def around_validate_accept_threshold(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
+def around_validate(original: Callable[..., None], controller: Any, key: str, value: Any) -> None:
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
 
     if read_settings().strict and float(value) != 1.0:

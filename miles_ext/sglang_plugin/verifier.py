@@ -61,7 +61,7 @@ def around_accept_sampling_core(original: Callable[..., Any], **arguments: Any) 
 
 
 def around_accept_sampling(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Keeps the chain kernel's bonus inside the support: rounding may leave its scan at the last id of the vocabulary."""
+    """Keeps the chain kernel's bonus inside the support: rounding may leave its scan at the last id of all."""
     correct_len, bonus, trimmed = original(**arguments)
     if _step is None or _step.probs is None:
         return correct_len, bonus, trimmed
@@ -103,7 +103,7 @@ def pack_step(probs: Tensor, out_tokens: Tensor, commit_lens: Tensor, plan: Batc
     return DeviceRows(packed, commit_lens, block)
 
 
-def around_forward_batch_generation(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **rest: Any) -> Any:
+def around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **rest: Any) -> Any:
     """Puts the rows of an accept step beside its result; a prefill brings the sampler's own."""
     worker.sc_step = None
     result = original(worker, batch, *args, **rest)

@@ -18,7 +18,7 @@ SELECTOR_ADVICE = "the draft is private to this server and is never updated; use
 
 @dataclass
 class Proof:
-    """loaded_draft: digest of the draft when it was loaded. stale: the digests below were not computed since a change."""
+    """loaded_draft: the draft's digest when it was loaded. stale: `resident` and `draft` are older than the weights."""
 
     loaded_draft: str
     ledger: Ledger = field(default_factory=Ledger)

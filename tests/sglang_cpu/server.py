@@ -68,8 +68,6 @@ def start(arm: str, folder: Path, *flags: str, **environment: str) -> Server:
             "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft(arm, folder)),
             "--speculative-draft-attention-backend", "torch_native",
         ]  # fmt: skip
-        if "--enable-overlap" not in flags:
-            command += ["--disable-overlap-schedule"]
     paths = [str(ROOT / "tests" / "sglang_cpu" / "site"), str(ROOT)]
     switches = {
         "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",

@@ -21,7 +21,7 @@ def register() -> None:
     from sglang.srt.speculative import dflash_utils
 
     add_draft_attention_backend_choices(["torch_native"])
-    torch.Tensor.record_stream = lambda self, stream: None  # a CPU tensor has no stream to outlive
+    torch.Tensor.record_stream = lambda self, s: None  # a CPU tensor has no stream to outlive
     dspark_accept.chain_speculative_sampling_triton = verifiers.chain
     if os.environ.get(VERIFIER_VARIABLE, "1") == "1":
         dflash_utils.tree_speculative_sampling_target_only = verifiers.target_only

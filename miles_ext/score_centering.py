@@ -231,16 +231,18 @@ def loss_from_support_logits(
         dtype = found.sampled.dtype
         advantages = advantages.to(dtype)
         z = rows.fold(found.support)
+        lq_sampled = support.sampled_logprobs.to(dtype)
         if complete:
-            present = rows.lengths > 0
+            present = rows.lengths > 0  # padding gets p = q = 1 and no advantage
             lse = torch.where(present, rows.logsumexp(z), found.sampled)
+            lq_sampled = torch.where(present, lq_sampled, 0.0)
             advantages = torch.where(present, advantages, 0.0)
         else:
             assert found.lse is not None
             lse = found.lse
         lp, lp_sampled = z - rows.spread(lse), found.sampled - lse
         p, q = lp.exp(), rows.fold(support.logprobs.to(dtype)).exp()
-        log_ratio = lp_sampled - support.sampled_logprobs.to(dtype)
+        log_ratio = lp_sampled - lq_sampled
         parts = coefficients(log_ratio, p, q, rows, support.kind, cfg)
         centering = cfg.centering != "off"
         c = parts.entries if centering else torch.zeros_like(parts.entries)

@@ -12,7 +12,9 @@ from miles_ext.errors import RequestError
 # What sglang-router 0.3.2 drops on its way to a worker. `session_params` passes through it whole, so these fields may
 # travel inside; this server keeps no sessions, and nothing else is accepted there.
 CARRIER = "session_params"
-CARRIED = frozenset({"custom_params", "return_meta_info", "return_sampling_mask", "sampling_logprobs_mode"})
+CARRIED = frozenset(
+    {"custom_params", "return_meta_info", "return_token_ids", "return_sampling_mask", "sampling_logprobs_mode"}
+)
 
 
 class Body(BaseModel):

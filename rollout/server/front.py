@@ -21,8 +21,9 @@ from rollout.server.params import Wants
 
 @dataclass(frozen=True)
 class Answer:
-    text: str
+    prompt_ids: list[int]
     ids: list[int]
+    text: str
     meta: dict[str, Any]
 
 
@@ -45,7 +46,7 @@ class Front:
             require_recorded(request, completion)
             reason, text = finish(self.model, request, completion)
             meta = meta_info(self.model, request, completion, wants, reason, latency_s)
-            answers.append(Answer(text, completion.response_ids.tolist(), meta))
+            answers.append(Answer(completion.prompt_ids.tolist(), completion.response_ids.tolist(), text, meta))
         return answers
 
 

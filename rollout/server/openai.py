@@ -27,6 +27,7 @@ class OpenAIBody(SamplingFields):
     max_tokens: int | None = None
     seed: int | None = None
     rid: str | None = None
+    return_token_ids: bool = False
 
     OFF: ClassVar = SamplingFields.OFF | {
         "stream": (False, "responses are not streamed"),
@@ -84,6 +85,9 @@ async def completions(front: Front, body: Any) -> dict[str, Any]:
         raise RequestError(f"one seed for {len(ids)} prompts would repeat the same draws; send them one by one")
     answers = await _answers(front, ids, fields, Wants(), "cmpl", fields.max_tokens, default_new_tokens=16)
     choices: list[dict[str, Any]] = [{"text": a.text, "logprobs": None} for a in answers]
+    if fields.return_token_ids:
+        for choice, answer in zip(choices, answers, strict=True):
+            choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.ids}
     return _response(front, "text_completion", answers, choices)
 
 
@@ -98,13 +102,13 @@ async def chat(front: Front, body: Any) -> dict[str, Any]:
     wants = Wants(mask=fields.return_sampling_mask, mask_logprobs=fields.sampling_logprobs_mode or "selected")
     tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     ids = front.model.chat_ids(fields.messages, fields.chat_template_kwargs)
-    answers = await _answers(front, [ids], fields, wants, "chatcmpl", tokens)
-    choices: list[dict[str, Any]] = [
-        {"message": {"role": "assistant", "content": a.text}, "logprobs": None} for a in answers
-    ]
+    (answer,) = await _answers(front, [ids], fields, wants, "chatcmpl", tokens)
+    choice: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}, "logprobs": None}
+    if fields.return_token_ids:
+        choice |= {"prompt_token_ids": answer.prompt_ids, "response_token_ids": answer.ids}
     if fields.return_meta_info:
-        choices[0]["meta_info"] = answers[0].meta
-    return _response(front, "chat.completion", answers, choices)
+        choice["meta_info"] = answer.meta
+    return _response(front, "chat.completion", [answer], [choice])
 
 
 async def _answers(

@@ -32,7 +32,7 @@ def address(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server(app: FastAPI, log_level: str = "warning") -> uvicorn.Server:
+def server(app: FastAPI, log_level: str) -> uvicorn.Server:
     return uvicorn.Server(uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=30))
 
 
@@ -40,7 +40,7 @@ def server(app: FastAPI, log_level: str = "warning") -> uvicorn.Server:
 def running(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     """The application's address while it runs in a thread of this process; stopped, with its engine, at the end."""
     bound = bind(host, port)
-    uvicorn_server = server(app)
+    uvicorn_server = server(app, log_level="error")
     thread = Thread(target=uvicorn_server.run, kwargs={"sockets": [bound]}, name="http", daemon=True)
     thread.start()
     try:

@@ -49,8 +49,8 @@ class TaskConfig(Section):
 class ModelConfig(Section):
     """Checkpoint folders in the Hugging Face layout, absolute or relative to the working directory."""
 
-    target: Path = Path("experiments/models/addition/target")
-    draft: Path | None = Path("experiments/models/addition/draft")
+    target: Path = Path("experiments/models/tiny/target")
+    draft: Path | None = Path("experiments/models/tiny/draft")
     """Used by the arms of kind dflash and dflash2; it stays as it is while the target learns."""
 
     def require_files(self, arms: Sequence[ArmConfig]) -> None:
@@ -195,17 +195,29 @@ def dump(config: ExperimentConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
-def save(config: ExperimentConfig) -> Path:
-    """Write run_dir/config.yaml; ValueError where the run directory holds an earlier run."""
-    file = config.run_dir / "config.yaml"
-    if file.exists():
-        raise ValueError(
-            f"{config.run_dir} holds an earlier run, which is never overwritten; move it away, or pass --name or "
-            "--output_dir"
-        )
+def plan(config: ExperimentConfig) -> str:
+    """What a run will do, in a few lines of comment."""
+    task, updates = config.task, config.trainer.updates_per_rollout
+    gpus = sum(side.workers * side.gpus_per_worker for side in (config.rollout, config.trainer))
+    lines = [
+        f"{len(config.arms)} arms x {len(config.seeds)} seeds, one after another: "
+        + ", ".join(f"{arm.name} ({arm.kind})" for arm in config.arms),
+        f"each: {config.steps} steps of {task.prompts} prompts x {task.samples} responses of at most "
+        f"{task.max_new_tokens} tokens, {updates} updates and a handoff a step, {task.eval_problems} held-out problems",
+        f"needs {config.cpus:g} CPU and {gpus:g} GPU at a time; writes to {config.run_dir.resolve()}",
+    ]
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def save(config: ExperimentConfig) -> ExperimentConfig:
+    """Write run_dir/config.yaml and return the settings; beside an earlier run NAME becomes NAME-2, and so on."""
+    name, number = config.name, 1
+    while config.run_dir.exists() and any(config.run_dir.iterdir()):
+        number += 1
+        config = config.model_copy(update={"name": f"{name}-{number}"})
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    file.write_text(dump(config))
-    return file
+    (config.run_dir / "config.yaml").write_text(dump(config))
+    return config
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -1,0 +1,196 @@
+"""The command line: `python -m experiments COMMAND --help` tells the rest. Exit codes: 0 sound, 1 not, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from experiments.config import ExperimentConfig
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+BENCHES = ("rollout", "estimator", "handoff")
+OVERRIDES = """settings:
+  --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';
+                     docs/configuration.md lists them all"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args, rest = parser.parse_known_args(arguments)
+    try:
+        args.overrides = parse_overrides(rest, parser, args.command in ("run", "submit"))
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        return args.act(args)
+    except KeyboardInterrupt:
+        print("interrupted; finished work is on disk", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, OSError)) else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments", description="Score-centered policy gradients on DFlash rollouts, arm against arm."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, act: object, epilog: str = "") -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=text, description=text, epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        added.set_defaults(act=act)
+        return added
+
+    run = command("run", "run every arm of an experiment, then compare, audit and report", run_command, OVERRIDES)
+    run.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved settings and the plan and end")
+
+    submit = command("submit", "run an experiment as a Ray job and follow it to its end", submit_command, OVERRIDES)
+    submit.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    submit.add_argument(
+        "--address", metavar="URL",
+        help="dashboard of the cluster (default: RAY_API_SERVER_ADDRESS, else this machine's Ray, else a new one)",
+    )  # fmt: skip
+    submit.add_argument("--port", type=int, help="dashboard port of this machine's Ray (default: 8265 where free)")
+    submit.add_argument("--dry-run", action="store_true", help="print the resolved settings and the plan and end")
+
+    validate = command("validate", "check the claims of the proof table; exit code 1 where one fails", validate_command)
+    validate.add_argument("rows", nargs="*", metavar="ROW", help="rows to check (default: all)")
+    validate.add_argument("--engine", choices=("embedded",), default="embedded")
+    validate.add_argument("--quick", action="store_true", help="fewer samples of each claim")
+    validate.add_argument("--mutate", action="store_true", help="break each guarded line first: its row must fail")
+    validate.add_argument("--cases", type=Path, metavar="FILE", help="cases of the rows filters and estimator")
+    validate.add_argument("--json", type=Path, metavar="FILE")
+
+    bench = command("bench", "measure, as ratios within one run", bench_command)
+    bench.add_argument("name", choices=BENCHES)
+    bench.add_argument("--quick", action="store_true", help="fewer repetitions")
+    bench.add_argument("--json", type=Path, metavar="FILE")
+
+    audit = command("audit", "check a finished run again, from its files alone", audit_command)
+    audit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report = command("report", "compare the arms of a run again and write its report.html", report_command)
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    models = command("models", "make the small target, or train a draft for a target", models_command)
+    models.add_argument("what", choices=("make", "train-draft"))
+    models.add_argument("arguments", nargs=argparse.REMAINDER, help="`models make --help` lists them")
+    return parser
+
+
+def parse_overrides(rest: Sequence[str], parser: argparse.ArgumentParser, taken: bool) -> list[tuple[str, str]]:
+    """`--a.b 1 --c=2` as pairs. ValueError for anything else, or where the command takes no settings."""
+    if rest and not taken:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    words, pairs = list(rest), []
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            raise ValueError(f"{word!r} is no setting; accepted: --key.sub VALUE")
+        if not equals:
+            if not words:
+                raise ValueError(f"--{key} has no value; accepted: --key.sub VALUE")
+            value = words.pop(0)
+        pairs.append((key, value))
+    return pairs
+
+
+def run_command(args: argparse.Namespace) -> int:
+    from experiments.config import load
+
+    config = load(args.config, args.overrides)
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") and not config.output_dir.is_absolute():
+        # The working directory of a job is a copy that Ray deletes.
+        config = config.model_copy(update={"output_dir": Path.home() / config.output_dir})
+        print(f"in a Ray job: results go to {config.output_dir}; --output_dir /an/absolute/path chooses another place")
+    if args.dry_run:
+        return dry_run(config)
+    from experiments.arms import run
+
+    return run(config, _console(), debug=args.debug)
+
+
+def submit_command(args: argparse.Namespace) -> int:
+    from experiments.config import load
+    from experiments.submit import submit
+
+    if args.dry_run:
+        return dry_run(load(args.config, args.overrides))
+    return submit(args.config, args.overrides, address=args.address, port=args.port, console=_console())
+
+
+def dry_run(config: ExperimentConfig) -> int:
+    from experiments.config import dump, plan
+
+    print(dump(config), end="")
+    print(plan(config))
+    config.model.require_files(config.arms)
+    return 0
+
+
+def validate_command(args: argparse.Namespace) -> int:
+    return import_module("experiments.validate.run").main(
+        args.rows, engine=args.engine, quick=args.quick, mutate=args.mutate, cases=args.cases, json_file=args.json
+    )
+
+
+def bench_command(args: argparse.Namespace) -> int:
+    from experiments.evidence import print_rows, write_json
+
+    rows = import_module(f"experiments.bench.{args.name}").rows(quick=args.quick)
+    print_rows(rows, f"bench {args.name}")
+    if args.json:
+        write_json(args.json, f"python -m experiments bench {args.name}{' --quick' if args.quick else ''}", rows)
+    return int(not all(row.passed for row in rows))
+
+
+def audit_command(args: argparse.Namespace) -> int:
+    from experiments.audit import audit
+
+    return audit(args.run_dir)
+
+
+def report_command(args: argparse.Namespace) -> int:
+    from experiments.report import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def models_command(args: argparse.Namespace) -> int:
+    import_module(f"experiments.models.{args.what.replace('-', '_')}").main(args.arguments)
+    return 0
+
+
+def _console() -> Console:
+    """Tables are 118 columns wide where no terminal says how wide it is."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=118)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)  # unwinds: actors are ended, files closed, the manifest written
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Ray on this machine alone: everything on loopback, and nothing left behind however the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+    from experiments.config import ExperimentConfig
+
+DASHBOARD_PORT = 8265
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 15.0
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: the node is 127.0.0.1 and listens nowhere else
+}
+_MARK = "MILES_EXT_RAY_HEAD"  # every process of a head inherits it: how stragglers are told from other people's Ray
+
+
+def connect(url: str) -> JobSubmissionClient:
+    """A client of the Ray Jobs API at `url`. ValueError where no Ray answers there, or it refuses us."""
+    from ray.job_submission import JobSubmissionClient  # half a second to import: not for --help
+
+    try:
+        return JobSubmissionClient(url)
+    except Exception as error:  # noqa: BLE001  requests', Ray's and JSON's own errors all mean the same here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"no Ray Jobs API at {url} ({reason}); accepted: the dashboard of a running cluster, such as "
+            f"http://127.0.0.1:{DASHBOARD_PORT}; check the address, or leave --address out to start Ray here"
+        ) from error
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def choose_port(asked: int | None) -> int:
+    """The port asked for, else Ray's usual one, else any free one. ValueError where the one asked for is busy."""
+    if asked is not None and not port_is_free(asked):
+        raise ValueError(
+            f"port {asked} on 127.0.0.1 is busy and no Ray dashboard answers there; pass another --port, or none to "
+            "have a free one chosen"
+        )
+    if asked is not None or port_is_free(DASHBOARD_PORT):
+        return asked or DASHBOARD_PORT
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def local_head(cpus: float, port: int) -> Iterator[JobSubmissionClient]:
+    """A Ray head with its dashboard on 127.0.0.1:port while the block runs; yields a client of its Jobs API.
+
+    cpus: logical CPUs that it must offer at least. Raises RuntimeError with Ray's own words where it does not start.
+    """
+    # Sockets lie under this folder and their paths are limited to about 100 bytes: short, whatever TMPDIR says.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    log = folder / "start.log"
+    # A token of its own, so that other users of this machine cannot run code through our port.
+    os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={folder}",
+        "--port=0", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}", "--dashboard-agent-listen-port=0",
+        f"--num-cpus={_offered(cpus)}", "--disable-usage-stats",
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | {_MARK: str(folder)}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+    try:
+        yield _wait_until_up(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        _stop(process, str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> JobSubmissionClient:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return connect(url)
+        except ValueError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"Ray did not start: {_last_words(log)}") from error
+        time.sleep(0.2)
+
+
+def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End the head and wait until every process that it started is gone."""
+    process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (process.poll() is None or _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for straggler in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(straggler, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def _marked(mark: str) -> list[int]:
+    """Process ids whose environment carries the mark (Linux; elsewhere Ray's own clean-up has to do)."""
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environment = entry.read_bytes()
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        if wanted in environment.split(b"\0"):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to send SIGTERM when the parent dies, by kill -9 too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-4:]) or f"it said nothing within {START_TIMEOUT_S:.0f} s"
+
+
+@contextlib.contextmanager
+def session(cpus: float) -> Iterator[None]:
+    """Ray for this process: the cluster that RAY_ADDRESS names (Ray sets it in a job), else one of its own.
+
+    Raises ValueError where that address does not answer.
+    """
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    folder = None if address else Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    try:
+        quiet = {"logging_level": logging.ERROR, "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}}}
+        if folder is None:
+            ray.init(**quiet)
+        else:
+            os.environ.update(ENVIRONMENT)
+            own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": str(folder)}
+            ray.init(address="local", **own, **quiet)
+    except ConnectionError as error:
+        raise ValueError(
+            f"no Ray cluster at RAY_ADDRESS={address}; accepted: HOST:PORT of a running head; correct or unset it"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_room(config: ExperimentConfig) -> None:
+    """Raise ValueError where the cluster is too small for one arm: Ray would wait for ever."""
+    import ray
+
+    has = ray.cluster_resources()
+    sides = (config.rollout, config.trainer)
+    for resource, wanted in (
+        ("CPU", sum(side.workers * side.cpus_per_worker for side in sides)),
+        ("GPU", sum(side.workers * side.gpus_per_worker for side in sides)),
+    ):
+        if wanted > has.get(resource, 0):
+            raise ValueError(
+                f"an arm needs {wanted:g} {resource} and the cluster has {has.get(resource, 0):g}; add nodes, or lower "
+                f"rollout.workers, trainer.workers or their {resource.lower()}s_per_worker"
+            )
+
+
+def _offered(cpus: float) -> int:
+    """Logical CPUs of a Ray of our own: those there are, or those asked for where they are more."""
+    return max(os.cpu_count() or 1, math.ceil(cpus))

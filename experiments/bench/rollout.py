@@ -1,0 +1,186 @@
+"""`bench rollout`: what speculation gains, what capture costs, and how the plain engine stands beside `generate`.
+
+One workload: eight additions decoded at once for 256 tokens each, stop ids ignored (the model then runs on through
+a running sum, which is what it was trained on). Engines take turns inside each repeat. Time is processor seconds of
+one torch thread on a CPU, which other load on the machine hardly stretches, and synchronised wall time on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.evidence import Row, at_least, at_most, report
+from experiments.tasks import addition
+from miles_ext.capability import ArmKind
+from miles_ext.sampling import SamplingSpec
+from rollout.embedded.engine import EmbeddedEngine
+from rollout.engine import Request
+
+MODELS = Path(__file__).parents[1] / "models" / "tiny"
+ARMS: tuple[ArmKind, ...] = ("regular", "dflash", "dflash2")
+RESPONSES, LENGTH = 8, 256
+PLAIN = SamplingSpec(capture="off")
+FILTERED = SamplingSpec(top_k=50, top_p=0.95, capture="off")
+# Name of a capture -> (the spec that records, the same law unrecorded).
+CAPTURES: dict[str, tuple[SamplingSpec, SamplingSpec]] = {
+    "k32": (replace(PLAIN, capture="head", head_size=32), PLAIN),
+    "k128": (replace(PLAIN, capture="head", head_size=128), PLAIN),
+    "filtered": (replace(FILTERED, capture="complete"), FILTERED),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed batch. accept_length: committed tokens a live step, the prefill token left out."""
+
+    arm: str
+    spec: SamplingSpec
+    repeat: int
+    tokens_per_s: float
+    accept_length: float
+
+
+def requests(spec: SamplingSpec, repeat: int, responses: int = RESPONSES, length: int = LENGTH) -> list[Request]:
+    """The workload of one repeat: the same prompts and seeds for every arm and capture."""
+    return [
+        Request(
+            request_id=f"{repeat}-{i}",
+            prompt_ids=np.array(addition.encode(addition.problem(0, repeat, i, "held_out").prompt), np.int32),
+            spec=replace(spec, seed=1000 * repeat + i),
+            max_new_tokens=length,
+        )
+        for i in range(responses)
+    ]
+
+
+def measure(
+    engines: Mapping[ArmKind, EmbeddedEngine], specs: Sequence[SamplingSpec], repeats: int, length: int = LENGTH
+) -> list[Run]:
+    """Every engine on every spec, `repeats` times, taking turns; one untimed round first."""
+    runs = []
+    for repeat in range(-1, repeats):
+        for spec in specs if repeat % 2 else specs[::-1]:
+            for arm, engine in engines.items():
+                wanted = requests(spec, max(repeat, 0), length=length)
+                seconds, done = _timed(
+                    lambda engine=engine, wanted=wanted: engine.generate(wanted), engine.target.device
+                )
+                tokens, steps = sum(map(len, done)), sum(one.spec.live_steps for one in done)
+                runs.append(Run(arm, spec, repeat, tokens / seconds, (tokens - len(done)) / steps))
+    return [run for run in runs if run.repeat >= 0]
+
+
+def load_engines(device: str = "auto", models: Path = MODELS) -> dict[ArmKind, EmbeddedEngine]:
+    return {
+        arm: EmbeddedEngine(models / "target", models / "draft", arm, device=device, max_concurrency=RESPONSES)
+        for arm in ARMS
+    }
+
+
+def generate_tokens_per_s(device: torch.device, repeats: int, models: Path = MODELS) -> dict[str, list[float]]:
+    """Stock transformers on the same weights, batch and lengths, sampling the same law: static and dynamic cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32).to(device).eval()
+    found: dict[str, list[float]] = {"static": [], "dynamic": []}
+    for repeat in range(-1, repeats):
+        prompts = np.stack([one.prompt_ids for one in requests(PLAIN, max(repeat, 0))]).astype(np.int64)
+        ids = torch.from_numpy(prompts).to(device)
+        for cache in found:
+            settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None)
+            settings |= dict(max_new_tokens=LENGTH, min_new_tokens=LENGTH, cache_implementation=cache, pad_token_id=0)
+            seconds, out = _timed(
+                lambda ids=ids, settings=settings: model.generate(ids, attention_mask=torch.ones_like(ids), **settings),
+                device,
+            )
+            if repeat >= 0:
+                found[cache].append((out.shape[1] - ids.shape[1]) * len(ids) / seconds)
+    return found
+
+
+def rows(quick: bool = False) -> list[dict[str, Any]]:
+    """Measure and judge; `quick` takes fewer repeats."""
+    repeats = 3 if quick else 9
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        engines = load_engines()
+        specs = [PLAIN, CAPTURES["k32"][0], CAPTURES["k128"][0], FILTERED, CAPTURES["filtered"][0]]
+        runs = measure(engines, specs, repeats)
+        stock = generate_tokens_per_s(engines["regular"].target.device, min(repeats, 3))
+    finally:
+        torch.set_num_threads(threads)
+    return [row.as_json() for row in [*_speed(runs), *_capture(runs), _generate(runs, stock)]]
+
+
+def _speed(runs: list[Run]) -> list[Row]:
+    found = []
+    for name, (spec, _) in CAPTURES.items():
+        for arm in ("dflash2", "dflash"):
+            ratios = _paired(runs, (arm, spec), ("regular", spec))
+            detail = f"{_range(ratios)}; tokens/s {_absolute(runs, arm, spec)} over {_absolute(runs, 'regular', spec)}"
+            label = f"rollout/{arm}_over_regular" + ("" if name == "k32" else f"_{name}")
+            headline = arm == "dflash2" and name == "k32"
+            value = median(ratios)
+            found.append(at_least(label, value, 2.0, "x", detail) if headline else report(label, value, "x", detail))
+    spec = CAPTURES["k32"][0]
+    for arm in ("dflash2", "dflash"):
+        lengths = [run.accept_length for run in runs if run.arm == arm and run.spec == spec]
+        label = "rollout/accept_length" + ("" if arm == "dflash2" else f"_{arm}")
+        found.append(at_least(label, median(lengths), 4.0, "tokens a step", f"{arm}, {_range(lengths)}"))
+    return found
+
+
+def _capture(runs: list[Run]) -> list[Row]:
+    found = []
+    for arm in ARMS:
+        for name, (on, off) in CAPTURES.items():
+            losses = [1 - ratio for ratio in _paired(runs, (arm, on), (arm, off))]
+            detail = f"{name}; {_range(losses)}; tokens/s {_absolute(runs, arm, on)}, off {_absolute(runs, arm, off)}"
+            label = f"rollout/capture_loss_{arm}" + ("" if name == "k32" else f"_{name}")
+            found.append(at_most(label, median(losses), 0.05, "fraction", detail))
+    return found
+
+
+def _generate(runs: list[Run], stock: dict[str, list[float]]) -> Row:
+    best = max(stock, key=lambda cache: median(stock[cache]))
+    ours = [run.tokens_per_s for run in runs if run.arm == "regular" and run.spec == PLAIN]
+    detail = f"tokens/s {_absolute(runs, 'regular', PLAIN)} over generate " + ", ".join(
+        f"{cache} {median(speeds):.0f} ({_range(speeds, '.0f')})" for cache, speeds in stock.items()
+    )
+    return at_least("rollout/regular_over_generate", median(ours) / median(stock[best]), 1.5, "x", detail)
+
+
+def _paired(runs: list[Run], over: tuple[str, SamplingSpec], under: tuple[str, SamplingSpec]) -> list[float]:
+    """Ratios of tokens/s inside each repeat, so that slow drifts of the machine cancel."""
+    speed = {(run.arm, run.spec, run.repeat): run.tokens_per_s for run in runs}
+    repeats = sorted({run.repeat for run in runs})
+    return [speed[(*over, repeat)] / speed[(*under, repeat)] for repeat in repeats]
+
+
+def _absolute(runs: list[Run], arm: str, spec: SamplingSpec) -> str:
+    return f"{median(run.tokens_per_s for run in runs if run.arm == arm and run.spec == spec):.0f}"
+
+
+def _range(values: Sequence[float], form: str = ".3f") -> str:
+    return f"{len(values)} repeats, {min(values):{form}} to {max(values):{form}}"
+
+
+def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    on_gpu = device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = clock()
+    result = work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - start, result

@@ -38,6 +38,7 @@ def connect(url: str) -> JobSubmissionClient:
     """A client of the Ray Jobs API at `url`. ValueError where no Ray answers there, or it refuses us."""
     from ray.job_submission import JobSubmissionClient  # half a second to import: not for --help
 
+    logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(url)
     except Exception as error:  # noqa: BLE001  requests', Ray's and JSON's own errors all mean the same here

@@ -37,11 +37,13 @@ class TaskConfig(Section):
     """What is asked, and how often."""
 
     name: Literal["addition"] = "addition"
+    """A module of experiments/tasks."""
     prompts: int = Field(default=16, ge=1)
     """Prompts a step."""
     samples: int = Field(default=8, ge=1)
     """Responses a prompt: its group."""
     max_new_tokens: int = Field(default=64, ge=1)
+    """Tokens of a response at most; rollout.context_length may end it sooner."""
     eval_problems: int = Field(default=256, ge=1)
     """Held-out problems, one response each, before the first update and after the last."""
 
@@ -50,6 +52,7 @@ class ModelConfig(Section):
     """Checkpoint folders in the Hugging Face layout, absolute or relative to the working directory."""
 
     target: Path = Path("experiments/models/tiny/target")
+    """The model that is trained and sampled."""
     draft: Path | None = Path("experiments/models/tiny/draft")
     """Used by the arms of kind dflash and dflash2; it stays as it is while the target learns."""
 
@@ -79,9 +82,11 @@ class SamplingConfig(Section):
     top_p: float = 1.0
     """Keep the smallest head of at least this mass and ties with its last token; 1 is off."""
     filter_order: FilterOrder = "top_k_first"
+    """`top_k_first` applies top_p to the renormalised top-k law, `joint` applies both to the unfiltered law."""
     capture: Capture = "complete"
     """`complete` records the whole support of each token, `head` its head_size likeliest (unfiltered sampling only)."""
     head_size: int = 32
+    """Tokens of a captured head."""
     max_support: int = 4096
     """A complete support with more tokens is an overflow, never cut."""
 
@@ -101,6 +106,7 @@ class ArmConfig(Section):
 
     name: FolderName
     kind: ArmKind
+    """How responses are decoded: one token a pass, drafts proposed greedily, or drafts sampled along a path."""
     overrides: dict[str, Any] = {}
     """Dotted settings that differ in this arm, such as `{trainer.estimator.centering: diagnose}`; sampling, trainer and
     rollout only, since prompts, seeds and initial weights are the same in every arm."""
@@ -110,8 +116,10 @@ class ExperimentConfig(Section):
     """An experiment: every arm with every seed, then the comparison."""
 
     name: FolderName
+    """Group of the runs in W&B and folder of the results; the name of the settings file where it says none."""
     arms: tuple[ArmConfig, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    """Each seed gives every arm its prompts and draws."""
     steps: int = Field(default=40, ge=1)
     """Rollouts, each followed by trainer.updates_per_rollout optimizer updates and a handoff."""
     output_dir: Path = Path("runs")
@@ -121,6 +129,7 @@ class ExperimentConfig(Section):
     wandb_mode: Literal["offline", "online", "disabled"] | None = None
     """null follows WANDB_MODE, else online where a WANDB_API_KEY is set, else offline."""
     wandb_project: str = "score-centering"
+    """Project that the W&B runs are filed under."""
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shlex
 import sys
@@ -47,7 +46,7 @@ def submit(
             },
             metadata={"experiment": config.name},
         )  # fmt: skip
-        console.print(f"job {job}: {entrypoint}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"submitted as {job}", highlight=False)
         with _stopped_when_left(client, job), Follower(console) as follower:
             asyncio.run(_follow(client, job, follower))
         return _exit_code(client, job)
@@ -58,7 +57,6 @@ def _cluster(
     address: str | None, port: int | None, cpus: float, console: Console
 ) -> Iterator[tuple[JobSubmissionClient, str]]:
     """A client, and the interpreter to run with: ours on a Ray that we start, the cluster's own elsewhere."""
-    logging.getLogger("ray.dashboard.modules").setLevel(logging.WARNING)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
     if address:
         yield cluster.connect(address), "python"

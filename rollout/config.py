@@ -13,18 +13,24 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     engine: Literal["embedded"] = "embedded"
+    """`embedded` is the engine of this repository."""
     workers: int = Field(default=1, ge=1)
     """Rollout workers, one engine each."""
     cpus_per_worker: float = Field(default=1.0, ge=0)
+    """Logical CPUs that Ray reserves."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
+    """Logical GPUs that Ray reserves; below 1 they are shared."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of a worker."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where the worker sees one."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the engine's weights; the trainer casts to it at a handoff."""
     max_concurrency: int = Field(default=128, ge=1)
     """Responses decoded at once by one engine (key-value cache slots)."""
     context_length: int = Field(default=512, ge=2)
     """Prompt plus response, in tokens."""
     request_timeout_s: float = Field(default=600.0, gt=0)
+    """A worker silent for so long is replaced and its requests are issued again."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of one worker before the run stops."""

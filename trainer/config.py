@@ -13,11 +13,15 @@ class EstimatorSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Literal["none", "tis", "mis"] = "none"
+    """Importance weight of a token: 1, the ratio p/q cut at tis_clip, or the ratio where it lies in the mis range."""
     centering: Literal["on", "off", "diagnose"] = "on"
     """`diagnose` computes every metric of the correction and applies nothing."""
     tis_clip: float = Field(default=2.0, gt=0)
+    """Largest weight of mode tis."""
     mis_low: float = Field(default=0.5, ge=0)
+    """Mode mis masks tokens whose ratio is below this."""
     mis_high: float = Field(default=5.0, gt=0)
+    """Mode mis masks tokens whose ratio is above this."""
 
 
 class TrainerConfig(BaseModel):
@@ -26,20 +30,31 @@ class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     backend: Literal["torch"] = "torch"
+    """`torch` trains any causal model of transformers."""
     workers: int = Field(default=1, ge=1)
     """Data-parallel ranks (FSDP2 when more than one)."""
     cpus_per_worker: float = Field(default=1.0, ge=0)
+    """Logical CPUs that Ray reserves."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
+    """Logical GPUs that Ray reserves; below 1 they are shared."""
     threads: int = Field(default=1, ge=1)
+    """Torch threads of a worker."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where the worker sees one."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the weights that are trained."""
     lr: float = Field(default=3e-4, ge=0)
+    """Learning rate of AdamW after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises from 0."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient's global norm is cut to this."""
     updates_per_rollout: int = Field(default=2, ge=1)
     """Optimizer updates a rollout: its groups are split into that many mini-batches."""
     micro_tokens: int = Field(default=8192, ge=1)
@@ -47,11 +62,13 @@ class TrainerConfig(BaseModel):
     chunk_tokens: int = Field(default=1024, ge=1)
     """Rows of logits the estimator works on at a time."""
     advantage: Literal["raw", "group", "leave_one_out"] = "group"
+    """Reward minus a constant, minus its group's mean, or minus the mean of the others of its group."""
     advantage_baseline: float = 0.0
     """`raw` advantages are the reward minus this."""
     advantage_std: bool = True
     """`group` advantages are divided by the group's standard deviation plus 1e-4."""
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Every token weighs the same, or every sequence does."""
     content_failure: Literal["stop", "drop_group"] = "stop"
     """What a support overflow or an invalid row does: end the run, or make the prompt's whole group untrainable."""
     bucket_mb: float = Field(default=256.0, gt=0)

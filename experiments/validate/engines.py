@@ -77,6 +77,10 @@ class Engines(Protocol):
         """`count` watched responses to prompts that differ, decoded in one batch."""
         ...
 
+    def requests(self, setting: Setting, count: int, model: Model, seed: int = 0, tokens: int = 24) -> list[Request]:
+        """`count` requests with prompts that differ; the seed settles prompts and draws."""
+        ...
+
     def broken_bonus(self, engine: Engine) -> AbstractContextManager[None]:
         """Sabotage for controls: the bonus after a rejection is drawn from the target's law, not the residual."""
         ...

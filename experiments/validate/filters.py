@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def rows(context: Context) -> list[Row]:
     return found
 
 
-def judge(name: str, cases: list[Case], laws: list[NDArray[np.floating]]) -> Row:
+def judge(name: str, cases: Sequence[Case], laws: Sequence[NDArray[np.floating]]) -> Row:
     """Exact support and probabilities within the tolerance, of every case; `laws` [rows, V] a case."""
     held, worst, wrong = 0, 0.0, []
     for (case, _, _, exact), found in zip(cases, laws, strict=True):

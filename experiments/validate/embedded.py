@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.tasks import addition
 from experiments.validate.engines import Model, Sample, Watched
 from experiments.validate.models import TRAINED, make_spread
 from experiments.validate.settings import Setting
@@ -59,12 +60,15 @@ class EmbeddedEngines:
         return Sample(setting, requests, completions, [watch.of(request) for request in requests])
 
     def requests(self, setting: Setting, count: int, model: Model, seed: int = 0, tokens: int = 24) -> list[Request]:
-        """Requests whose prompts all differ."""
+        """See `engines.Engines`: addition problems for the trained model, random tokens for the spread one."""
         rng = np.random.default_rng(PROMPTS + seed)
-        symbols = 10 if model == "trained" else self.vocab_size - 1
         prompts: dict[bytes, NDArray[np.int32]] = {}
         while len(prompts) < count:
-            prompt = rng.integers(0, symbols, rng.integers(4, 9)).astype(np.int32)
+            if model == "trained":
+                text = addition.problem(seed, 0, int(rng.integers(1 << 30))).prompt
+                prompt = np.array(addition.encode(text), np.int32)
+            else:
+                prompt = rng.integers(0, self.vocab_size - 1, rng.integers(4, 9)).astype(np.int32)
             prompts[prompt.tobytes()] = prompt
         return [
             Request(request_id=str(i), prompt_ids=prompt, spec=setting.spec(1000 * seed + i), max_new_tokens=tokens)
@@ -73,7 +77,15 @@ class EmbeddedEngines:
 
     @contextmanager
     def broken_bonus(self, engine: Engine) -> Iterator[None]:
-        with patch.object(verify, "residual", lambda p, q: p):
+        kernel = arms.verify_target_only
+
+        def redrawn(probs: Tensor, drafted: Tensor, uniforms: Tensor) -> verify.Verdict:
+            verdict = kernel(probs, drafted, uniforms)
+            last = verdict.counts[:, None] - 1
+            again = kernel(probs, drafted, uniforms * 1009 % 1).tokens.gather(1, last)
+            return verify.Verdict(verdict.tokens.scatter(1, last, again), verdict.counts)
+
+        with patch.object(verify, "residual", lambda p, q: p), patch.object(arms, "verify_target_only", redrawn):
             yield
 
     def corrupt_draft(self, engine: Engine) -> None:

@@ -82,7 +82,8 @@ class Engines(Protocol):
         ...
 
     def broken_bonus(self, engine: Engine) -> AbstractContextManager[None]:
-        """Sabotage for controls: the bonus after a rejection is drawn from the target's law, not the residual."""
+        """Sabotage for controls: the bonus after a rejection is drawn anew from the target's law, as if nothing had
+        been rejected."""
         ...
 
     def corrupt_draft(self, engine: Engine) -> None:

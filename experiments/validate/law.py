@@ -1,0 +1,96 @@
+"""Row `law`: speculative arms draw from the law of regular decoding, by chi-square with fixed seeds."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.evidence import Row, must_fail
+from experiments.validate.settings import Context
+from miles_ext.capability import ArmKind
+from miles_ext.sampling import SamplingSpec
+from rollout.engine import Request
+
+THRESHOLD, CONTROL = 1e-4, 1e-9
+# Two uncertain places of one response. The spread model's blocks hold 4 tokens and the first token comes from the
+# prefill: place 1 opens a block, and place 5 always lies in a later one.
+PLACES = (1, 5)
+BINS, MIN_EXPECTED = 6, 8.0
+LAWS: dict[str, dict[str, Any]] = {
+    "T1": {},
+    "T0.7 k8 p0.9 top_k_first": {"temperature": 0.7, "top_k": 8, "top_p": 0.9},
+    "k8 p0.8 joint": {"top_k": 8, "top_p": 0.8, "filter_order": "joint"},
+    "T1.3 p0.9": {"temperature": 1.3, "top_p": 0.9},
+}
+Pairs = NDArray[np.int64]
+
+
+def rows(context: Context) -> list[Row]:
+    count, found = context.pick(5_000, 20_000), []
+    for number, (name, fields) in enumerate(LAWS.items()):
+        pooled = draw(context, "regular", fields, 2 * count, 10 * number)
+        compared: list[tuple[str, Pairs]] = [
+            ("regular again", draw(context, "regular", fields, count, 10 * number + 2))
+        ]
+        for arm in context.engines.arms:
+            if arm != "regular":
+                pairs = draw(context, arm, fields, count, 10 * number + 4 + context.engines.arms.index(arm))
+                compared.append((arm, pairs))
+                if number == 1:
+                    broken = draw(context, arm, fields, count, 10 * number + 8, broken=True)
+                    row = judge(f"law/control_{arm}", broken, pooled, CONTROL)
+                    found.append(must_fail(row, "bonus drawn from the target's law after a rejection, poor draft"))
+        found += [judge(f"law/{arm} {name}", pairs, pooled, THRESHOLD) for arm, pairs in compared]
+    return found
+
+
+def draw(
+    context: Context, arm: ArmKind, fields: dict[str, Any], count: int, stream: int, broken: bool = False
+) -> Pairs:
+    """Tokens at `PLACES` of `count` responses to one prompt, int64 [count, 2]; each stream has seeds of its own."""
+    engine = context.engines.open(arm, "spread", max_concurrency=512, context_length=16)
+    prompt = np.array([3, 141, 59, 26], np.int32)
+    requests = [
+        Request(
+            request_id=str(i), prompt_ids=prompt, max_new_tokens=max(PLACES) + 1,
+            spec=SamplingSpec(**fields, capture="off", seed=(stream << 32) + i),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    with context.engines.broken_bonus(engine) if broken else nullcontext():
+        responses = np.stack([completion.response_ids for completion in engine.generate(requests)])
+    engine.close()
+    return responses[:, PLACES].astype(np.int64)
+
+
+def judge(name: str, pairs: Pairs, pooled: Pairs, threshold: float) -> Row:
+    chi2, freedom = chi_square(pairs, pooled)
+    p = float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(chi2 / 2)))
+    detail = f"chi2 {chi2:.1f} on {freedom}, {len(pairs):,} against {len(pooled):,} pooled regular samples"
+    return Row(name, p, "p", f"> {threshold:g}", p > threshold, detail)
+
+
+def chi_square(pairs: Pairs, pooled: Pairs) -> tuple[float, int]:
+    """Two-sample chi-square over joint cells of both places: the likeliest tokens of each, and all others as one.
+
+    Cells that expect fewer than `MIN_EXPECTED` of the smaller sample are merged.
+    """
+    cells = [np.zeros(len(sample), np.int64) for sample in (pairs, pooled)]
+    for place in range(len(PLACES)):
+        tokens, counts = np.unique(pooled[:, place], return_counts=True)
+        kept = tokens[np.argsort(-counts)[: BINS - 1]]
+        for sample, cell in zip((pairs, pooled), cells, strict=True):
+            match = sample[:, place, None] == kept
+            cell *= BINS
+            cell += np.where(match.any(1), match.argmax(1), BINS - 1)
+    table = np.stack([np.bincount(cell, minlength=BINS ** len(PLACES)) for cell in cells]).astype(float)
+    share = table.sum(1, keepdims=True) / table.sum()
+    rare = table.sum(0) * share[0] < MIN_EXPECTED
+    table = np.concatenate([table[:, ~rare], table[:, rare].sum(1, keepdims=True)], 1)
+    table = table[:, table.sum(0) > 0]
+    expected = table.sum(0) * share
+    return float(((table - expected) ** 2 / expected).sum()), table.shape[1] - 1

@@ -40,9 +40,8 @@ def without_rss(metrics):
 def test_resuming_equals_never_having_stopped_bit_for_bit(target, rollouts, saved):
     root, uninterrupted, metrics, draws = saved
     resumed = TrainerWorker(CONFIG, target, 99)
-    folder = checkpoint.latest(root)
-    assert folder == root / "step-2"
-    assert resumed.load(folder) == 2 == resumed.version
+    assert checkpoint.latest(root) == root / "step-2"
+    assert resumed.load(root / "step-2") == 2 == resumed.version
     again = [resumed.train(rollout, temperature=1.0) for rollout in rollouts[2:]]
     assert without_rss(again) == without_rss(metrics)
     assert torch.equal(torch.rand(4), draws)

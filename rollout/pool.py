@@ -27,6 +27,8 @@ from rollout.worker import RolloutWorker
 FAILURES = (RayActorError, EngineError, GetTimeoutError)
 """What does not depend on content: the worker is replaced and its requests are issued again with their own seeds."""
 
+START_TIMEOUT_S = 1800.0  # loading a large checkpoint from a slow disk
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -70,7 +72,7 @@ class RolloutPool:
         Raises CapabilityError or CheckpointError: nothing has been sampled then.
         """
         for index, starting in enumerate(self._starting):
-            self._capabilities[index] = self._require(self._get(starting))
+            self._capabilities[index] = self._require(self._get(starting, START_TIMEOUT_S))
         return self.capability()
 
     def capability(self) -> list[EngineCapability]:
@@ -98,7 +100,7 @@ class RolloutPool:
             for ref in ready or list(pending):  # none ready in time: all of them hang
                 index = pending.pop(ref)
                 try:
-                    done[index] = self._get(ref, timeout=0 if not ready else None)
+                    done[index] = self._get(ref, self._config.request_timeout_s if ready else 0)
                 except FAILURES as error:
                     self._replace(index, error)
                     pending[self._issue(index, requests, shards[index])] = index
@@ -164,7 +166,8 @@ class RolloutPool:
                 ray.kill(self._workers[index])
             self._workers[index] = self._spawn(index)
             try:
-                self._capabilities[index] = self._require(self._get(self._workers[index].start.remote()))
+                starting = self._workers[index].start.remote()
+                self._capabilities[index] = self._require(self._get(starting, START_TIMEOUT_S))
                 return self._get(self._feed(self._workers[index], self._current)) if self._current else None
             except FAILURES as error:
                 reason = error
@@ -196,10 +199,10 @@ class RolloutPool:
     def _all(self, method: str) -> list[Any]:
         return [getattr(worker, method).remote() for worker in self._workers]
 
-    def _get(self, ref: Any, timeout: float | None = None) -> Any:
+    def _get(self, ref: Any, timeout_s: float | None = None) -> Any:
         """The result, or the worker's own exception as it was raised there."""
         try:
-            return ray.get(ref, timeout=self._config.request_timeout_s if timeout is None else timeout)
+            return ray.get(ref, timeout=self._config.request_timeout_s if timeout_s is None else timeout_s)
         except RayTaskError as error:
             raise error.cause from error
 

@@ -10,15 +10,8 @@ from trainer.config import TrainerConfig
 from trainer.worker import TrainerGroup, TrainerWorker
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.ray
-def test_a_group_of_actors_trains_like_a_worker_in_this_process(cluster, target, rollout, tmp_path):
+def test_a_group_of_actors_trains_like_a_worker_in_this_process(ray_cluster, target, rollout, tmp_path):
     config = TrainerConfig(lr=1e-3)
     group, alone = TrainerGroup(config, target, 0), TrainerWorker(config, target, 0)
     assert ray.available_resources().get("CPU", 0) == 1

@@ -1,0 +1,22 @@
+"""The one Ray that tests in this process share: two logical CPUs on loopback, no dashboard."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+from experiments.cluster import ENVIRONMENT
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    os.environ.update(ENVIRONMENT)
+    os.environ.pop("RAY_ADDRESS", None)
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

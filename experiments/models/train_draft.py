@@ -24,6 +24,7 @@ from rollout.embedded.draft_config import DraftConfig
 from rollout.embedded.transformer import additive_mask, attend
 
 STORED = torch.bfloat16
+PROMPT_SEED = 77  # apart from the small seeds that experiments give their own problems
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = file_prompts(args.prompts, args.target, recipe.rows)
         held_out = file_prompts(args.held_out or args.prompts, args.target, 64)(0)
     elif target.config.vocab_size == addition.VOCAB_SIZE:
-        prompts = addition_prompts(recipe.rows, recipe.seed, "train")
-        held_out = addition_prompts(64, recipe.seed, "held_out")(0)
+        prompts = addition_prompts(recipe.rows, PROMPT_SEED + recipe.seed, "train")
+        held_out = addition_prompts(64, PROMPT_SEED + recipe.seed, "held_out")(0)
     else:
         raise ValueError(f"{args.target} is no model of the addition task; give it prompts with --prompts FILE")
     draft, _ = train_draft(target, prompts, recipe)

@@ -159,10 +159,13 @@ def test_walk_draws_from_its_own_law() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
 def test_walk_never_draws_a_candidate_without_mass(uniform: float) -> None:
-    scores = torch.full((1, 2, 4, 4), -1e9)
-    scores[..., 1:3] = torch.tensor([0.1, 0.2])
-    path = walk(torch.arange(4).expand(1, 2, 4), scores, torch.full((1, 2), uniform, dtype=torch.float64), 1.0)
-    assert path.tokens.tolist() == [[1, 1] if uniform == 0.0 else [2, 2]]
+    """Nor where the CDF of the candidates with mass rounds to less than the largest uniform."""
+    scores = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(8))
+    scores[..., 0] = scores[..., 7] = -1e9
+    short = torch.softmax(scores.double(), -1).cumsum(-1)[:, 0, 0, -1] <= uniform
+    assert short.any() == (uniform > 0)
+    path = walk(torch.arange(8).expand(200, 1, 8), scores, torch.full((200, 1), uniform, dtype=torch.float64), 1.0)
+    assert (path.tokens == (6 if uniform else 1)).all()
 
 
 def test_checkpoint_layout_and_round_trip(tmp_path: Path) -> None:

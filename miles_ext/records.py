@@ -108,15 +108,15 @@ class SupportRows:
                 raise SupportError(f"support row {int(np.argmax(bad_rows))}: {reason}")
 
         def any_in_row(bad_entries: NDArray[np.bool_]) -> NDArray[np.bool_]:
-            return np.bincount(row_of, weights=bad_entries & entry_ok, minlength=len(self)) > 0
+            found = np.zeros(len(self), bool)
+            found[row_of[bad_entries & entry_ok]] = True
+            return found
 
         refuse(row_ok & (self.lengths == 0), "no entries; accepted: at least one")
         refuse(any_in_row((self.token_ids < 0) | (self.token_ids >= vocab_size)), f"id outside [0, {vocab_size})")
         refuse(any_in_row(~np.isfinite(self.logprobs)), "a logprob is not finite")
         refuse(row_ok & ~np.isfinite(self.sampled_logprobs), "the sampled logprob is not finite")
-        order = np.lexsort((self.token_ids, row_of))
-        twin = (np.diff(row_of[order]) == 0) & (np.diff(self.token_ids[order]) == 0)
-        refuse(any_in_row(np.isin(np.arange(len(order)), order[1:][twin])), "an id occurs twice")
+        refuse(row_ok & self._has_twins(row_of), "an id occurs twice")
 
         mass = np.bincount(row_of, weights=np.exp(self.logprobs.astype(np.float64)) * entry_ok, minlength=len(self))
         sampled_entry = self.token_ids == np.asarray(sampled_ids)[row_of]
@@ -134,6 +134,18 @@ class SupportRows:
         differs = self.logprobs != self.sampled_logprobs[row_of]
         refuse(any_in_row(sampled_entry & differs), "the sampled logprob differs from the support's")
         return self
+
+    def _has_twins(self, row_of: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Rows in which an id occurs twice. Short sorts are cheap: rows of one width are sorted side by side."""
+        lengths = self.lengths
+        if len(lengths) and (lengths == lengths[0]).all():
+            ids = np.sort(self.token_ids.reshape(len(lengths), -1), axis=-1)
+            return (np.diff(ids, axis=-1) == 0).any(-1)
+        order = np.lexsort((self.token_ids, row_of))
+        twins = (np.diff(row_of[order]) == 0) & (np.diff(self.token_ids[order]) == 0)
+        found = np.zeros(len(lengths), bool)
+        found[row_of[order][1:][twins]] = True
+        return found
 
     def _check_layout(self, num_tokens: int) -> None:
         if len(self) != num_tokens or len(self.sampled_logprobs) != num_tokens or len(self.status) != num_tokens:

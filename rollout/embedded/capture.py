@@ -35,6 +35,8 @@ class SupportLog:
 
     def add(self, probs: Tensor, requests: Ints, start: Ints, count: Ints) -> None:
         """Keep the first count[b] laws of probs [B, w, V]: tokens start[b], start[b] + 1, ... of requests[b]."""
+        if not count.any():
+            return  # a law that could not be recorded, and no other beside it
         width = probs.shape[1]
         laws = probs.view(-1, probs.shape[-1])
         recorded = np.arange(width) < count[:, None]
@@ -108,14 +110,15 @@ class _Packed(NamedTuple):
 
 
 def _complete(probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Ints, Tensor]:
-    """Every entry of positive mass in order of ids, and the log-probability of `tokens` [n, 1], all from one tensor."""
-    logs = probs.log()
-    ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand(len(probs), -1)
+    """Every entry of positive mass in order of ids, and the log-probability of `tokens` [n, 1], an entry itself."""
     kept = probs > 0
     if kept.all():
-        lengths = np.full(len(probs), probs.shape[1])
-        return ids.flatten(), logs.flatten(), lengths, logs.gather(1, tokens)[:, 0]
-    return ids[kept], logs[kept], kept.sum(-1).cpu().numpy(), logs.gather(1, tokens)[:, 0]
+        ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand(len(probs), -1)
+        logs = probs.log()
+        return ids.flatten(), logs.flatten(), np.full(len(probs), probs.shape[1]), logs.gather(1, tokens)[:, 0]
+    row, ids = kept.nonzero().unbind(-1)
+    logs = probs[row, ids].log()  # only now: the logarithm of zero is slow
+    return ids.int(), logs, kept.sum(-1).cpu().numpy(), logs[ids == tokens[row, 0]]
 
 
 def _heads(probs: Tensor, tokens: Tensor, sizes: Ints) -> tuple[Tensor, Tensor, Ints, Tensor]:

@@ -75,12 +75,12 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def reward(prompt: str, response: str | Sequence[int]) -> float:
-    """1.0 when the response ends at its first newline and what stands after its only bar is the sum, else 0.0."""
+    """1.0 when the response ends at its first newline and what stands after its bar is the sum, else 0.0."""
     text = response if isinstance(response, str) else decode(response)
     first, second = prompt.removesuffix("=").split("+")
     answer = Problem(int(first), int(second)).answer
     body, _, rest = text.partition("\n")
-    return float(text.endswith("\n") and not rest and body.count("|") == 1 and body.partition("|")[2] == answer)
+    return float(text.endswith("\n") and not rest and body.partition("|")[2] == answer)
 
 
 def solution(question: Problem, random: Random, slip: float = SLIP) -> str:

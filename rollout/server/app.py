@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,7 +22,6 @@ from rollout.server.meta import ContentError
 from rollout.server.metrics import Metrics
 from rollout.server.model import Model
 
-log = logging.getLogger(__name__)
 Handler = Callable[[Front, Any], Awaitable[Any]]
 
 
@@ -44,10 +42,14 @@ def make_app(engine: EmbeddedEngine, model: Model, *, health_timeout_s: float = 
 
     @app.middleware("http")
     async def count(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = await call_next(request)
-        route = request.scope.get("route")
-        metrics.count_http(route.path if route else "unknown", response.status_code)
-        return response
+        status_code = 500  # of an exception that the error handler answers further out
+        try:
+            response = await call_next(request)
+            status_code = response.status_code
+            return response
+        finally:
+            route = request.scope.get("route")
+            metrics.count_http(route.path if route else "unknown", status_code)
 
     posts: dict[str, Handler] = {
         "/generate": native.generate,
@@ -136,6 +138,6 @@ def _add_errors(app: FastAPI) -> None:
         return _error(error.status_code, str(error.detail))
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("%s failed", request.url.path, exc_info=error)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        """The HTTP server logs the traceback."""
         return _error(500, f"{type(error).__name__}: {error}")

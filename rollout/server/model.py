@@ -42,7 +42,7 @@ class Model:
     def require_name(self, name: str | None) -> None:
         """Raise RequestError where a request names another model."""
         if name not in (None, "", "default", self.name, str(self.folder)):
-            raise RequestError(f"model is {name!r}; accepted: {self.name!r}, 'default', or leave it out")
+            raise RequestError(f'model is "{name}"; accepted: "{self.name}", "default", or leave it out')
 
     def encode(self, text: str, special_tokens: bool = True) -> NDArray[np.int32]:
         """Token ids int32 [P]. special_tokens: those that the tokenizer puts around a plain text."""

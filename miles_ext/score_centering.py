@@ -67,8 +67,10 @@ class SupportTensors:
 
     token_ids: int64 [nnz]. logprobs: [nnz], log q. rows: layout of the entries. sampled: int64 [n].
     sampled_logprobs: [n], log q of the sampled token. kind: `complete` rows hold all of q's support, `head` rows its
-    likeliest tokens. A token without entries takes part as follows: complete, not at all (loss and gradient 0, meant
-    for padding); head, as plain policy gradient.
+    likeliest tokens.
+
+    A token whose sampled logprob is not finite, or whose complete support is empty, has no recorded law (padding, a
+    failed capture): its loss and gradient are 0. An empty head means plain policy gradient.
     """
 
     token_ids: Int[Tensor, " nnz"]
@@ -206,9 +208,8 @@ def score_centered_loss(
     """Loss and metrics of each token; row t of `logits` is the trainer's prediction of `support.sampled[t]`.
 
     logits: raw, any float dtype (float32 arithmetic; float64 stays float64), one vocabulary shard where `shard` says
-    so. temperature: the sampler's. Reduce with the caller's mask and global denominators; select with `where`, since
-    a padding row's loss may be anything. The gradient is the closed form above; beyond the logits, O(n + nnz) numbers
-    are kept for it. Non-finite logits give a non-finite loss.
+    so. temperature: the sampler's. Reduce with the caller's mask and global denominators. The gradient is the closed
+    form above; beyond the logits, O(n + nnz) numbers are kept for it. Non-finite logits give a non-finite loss.
     """
     found = support_logits(
         logits, support.sampled, support.token_ids, support.rows, temperature,
@@ -232,17 +233,16 @@ def loss_from_support_logits(
         advantages = advantages.to(dtype)
         z = rows.fold(found.support)
         lq_sampled = support.sampled_logprobs.to(dtype)
+        lse, present = found.lse, lq_sampled.isfinite()
         if complete:
-            present = rows.lengths > 0  # padding gets p = q = 1 and no advantage
-            lse = torch.where(present, rows.logsumexp(z), found.sampled)
-            lq_sampled = torch.where(present, lq_sampled, 0.0)
-            advantages = torch.where(present, advantages, 0.0)
-        else:
-            assert found.lse is not None
-            lse = found.lse
+            filled = rows.lengths > 0
+            lse, present = torch.where(filled, rows.logsumexp(z), found.sampled), present & filled
+        assert lse is not None
         lp, lp_sampled = z - rows.spread(lse), found.sampled - lse
         p, q = lp.exp(), rows.fold(support.logprobs.to(dtype)).exp()
-        log_ratio = lp_sampled - lq_sampled
+        # Selected, not multiplied: what an absent token holds may be NaN.
+        log_ratio = torch.where(present, lp_sampled - lq_sampled, 0.0)
+        advantages = torch.where(present, advantages, 0.0)
         parts = coefficients(log_ratio, p, q, rows, support.kind, cfg)
         centering = cfg.centering != "off"
         c = parts.entries if centering else torch.zeros_like(parts.entries)

@@ -127,6 +127,14 @@ def test_nuclei_of_a_large_vocabulary(scale):
         assert agrees(probs[i], expected.numpy())
 
 
+@pytest.mark.parametrize("filter_order", ["top_k_first", "joint"])
+def test_top_p_of_one_keeps_tokens_too_rare_to_move_a_sum(filter_order):
+    """Beside a row that needs top-p: float64 mass reaches the total long before the last of the three."""
+    logits = torch.tensor([[0.0, -45.0, -50.0, -60.0]]).repeat(2, 1)
+    probs = law(logits, 1.0, [3, 3], [1.0, 0.5], filter_order)
+    assert (probs > 0).tolist() == [[True, True, True, False], [True, False, False, False]]
+
+
 def test_greedy_takes_the_lowest_id_among_ties_and_ignores_filters():
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 1.0]])
     probs = law(logits, [0.0, 1.0], [2, 2], [0.5, 1.0])
@@ -188,6 +196,20 @@ def test_a_token_without_mass_is_never_drawn(masses, uniform):
     assert probs[0, drawn] > 0
 
 
+def test_no_uniform_hits_a_gap_of_a_long_law():
+    """At and around every step of the distribution function of a sparse law."""
+    generator = torch.Generator().manual_seed(6)
+    probs = torch.rand(4000, generator=generator) * (torch.rand(4000, generator=generator) < 0.1)
+    probs = probs / probs.sum()
+    steps = probs.cumsum(0, dtype=torch.float64).unique()
+    steps = steps / steps[-1]
+    beside = [torch.nextafter(steps, torch.full_like(steps, end)) for end in (0.0, 1.0)]
+    uniforms = torch.cat([steps, *beside]).clamp(0, np.nextafter(1.0, 0.0))
+    drawn = sample(probs.expand(len(uniforms), -1), uniforms)
+    assert (probs[drawn] > 0).all()
+    assert torch.equal(drawn.unique(), probs.nonzero()[:, 0])
+
+
 def test_evenly_spread_uniforms_draw_the_law():
     probs = law(torch.randn(1, 40, generator=torch.Generator().manual_seed(2)) * 2, 0.9, 0, 0.95)
     count = 20_000
@@ -237,6 +259,18 @@ def test_a_support_beyond_the_cap_is_flagged_and_empty_never_cut():
     assert packed.lengths.tolist() == [0, 2]
     assert packed.ids.tolist() == [0, 1]
     assert len(pack_support(probs[:0], 4).ids) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("v", [200, 5000])
+def test_heads_equal_a_full_sort(v, dtype):
+    generator = torch.Generator().manual_seed(7)
+    probs = law(torch.randint(-40, 40, (9, v), generator=generator).to(dtype) / 4, 0.7)  # many ties
+    for k in (1, 32, 128):
+        ids, logprobs = head(probs, k)
+        assert torch.equal(logprobs, probs.gather(1, ids.long()).log())
+        assert torch.equal(logprobs, probs.sort(-1, descending=True).values[:, :k].log())
+        assert all(len(set(row)) == k for row in ids.tolist())
 
 
 def test_head_is_the_k_likeliest_with_finite_logs():

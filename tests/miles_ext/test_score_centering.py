@@ -380,37 +380,60 @@ def test_a_vanishing_trainer_tail_is_bounded_and_counted():
     assert found.isfinite().all()
 
 
+def test_no_sum_of_float32_probabilities_makes_a_tail_negative():
+    """Heads that hold everything: their float32 sums scatter on both sides of one."""
+    rng, n, size = np.random.default_rng(21), 200, 64
+    z = np.full((n, 80), -40.0)
+    z[:, :size] = rng.normal(size=(n, size)) * 3
+    lq = [np.log(softmax(row[:size])) for row in z]
+    support = supports([range(size)] * n, lq, [0] * n, [row[0] for row in lq], "head")
+    exact, *_ = gradient(torch.tensor(z), support, np.ones(n), EstimatorConfig(rho_max=1e9))
+    single, _, metrics = gradient(torch.tensor(z).float(), support, np.ones(n), EstimatorConfig())
+    assert (metrics["support_mass_p"] > 1).any() and (metrics["support_mass_p"] < 1).any()
+    assert (metrics["tail_ratio"] > 0).all()
+    assert (single - exact).abs().sum(-1).max() <= 2e-5
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["complete", "head"])
 def test_extreme_laws_give_no_nan(kind, mode):
-    """q without mass, p without mass, a ratio of 1e170, a forbidden logit."""
+    """q without mass, p without mass, a ratio beyond the type, a forbidden logit."""
     z = torch.zeros(3, 6, dtype=torch.float64)
     z[0, 1] = -torch.inf
     z[1, 2] = 400.0
-    ids = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     no = -np.inf
-    lq = [np.log([0.4, 0.3, 0.2, 0.1]), [math.log(0.5), math.log(0.5), -400.0, -800.0], [0.0, no, no, no]]
-    support = supports(ids, lq, [0, 2, 0], [math.log(0.4), -400.0, 0.0], kind)
-    found, _, metrics = gradient(z, support, [1.0, 1.0, 0.0], EstimatorConfig(mode))
+    lq = [np.log([0.4, 0.3, 0.2, 0.1]), [math.log(0.5), math.log(0.5), -800.0, -900.0], [0.0, no, no, no]]
+    support = supports([range(4)] * 3, lq, [0, 2, 0], [math.log(0.4), -800.0, 0.0], kind)
+    found, loss, metrics = gradient(z, support, [1.0, 1.0, 0.0], EstimatorConfig(mode, entropy=True))
     assert found.isfinite().all()
-    assert metrics["weight"].isfinite().all() and metrics["correction_norm"].isfinite().all()
+    # In mode none the q-expected log p of a token without mass under p is truly -inf; the other modes drop it.
+    assert not loss.isnan().any() and loss.isinf().tolist() == [mode == "none", False, False]
+    assert all(values.isfinite().all() for name, values in metrics.items() if name != "correction_loss")
 
 
-def test_rows_without_entries():
-    """Complete: padding, whatever its numbers. Head: plain policy gradient."""
-    batch, cfg = Batch.draw("complete", n=2, seed=18), EstimatorConfig("tis")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["complete", "head"])
+def test_tokens_without_a_recorded_law_are_left_out(kind, mode):
+    """Whatever stands in their place: NaN logprobs, an empty row, a NaN advantage."""
+    batch, cfg = Batch.draw(kind, n=2, seed=18), EstimatorConfig(mode)
     sampled, lq_sampled, ids, lq = batch.rows[0]
-    padded = supports([ids, []], [lq, []], [sampled, 0], [lq_sampled, np.nan], "complete")
+    padded = supports([ids, []], [lq, []], [sampled, 0], [lq_sampled, np.nan], kind)
     found, loss, metrics = gradient(batch.z, padded, [1.0, np.nan], cfg)
-    expected = reference_gradient(batch.z[0], 1.0, batch.rows[0], "complete", 1.0, cfg)
-    assert np.abs(found[0].numpy() - expected).max() <= 1e-12
+    assert np.abs(found[0].numpy() - reference_gradient(batch.z[0], 1.0, batch.rows[0], kind, 1.0, cfg)).max() <= 1e-12
     assert (found[1] == 0).all() and loss[1] == 0
+    assert all(values.isfinite().all() for values in metrics.values())
     assert metrics["support_size"].tolist() == [12.0, 0.0]
+
+
+def test_an_empty_head_is_plain_policy_gradient_and_an_empty_support_nothing():
+    z = Batch.draw("head", n=2, seed=19).z
     bare = supports([[], []], [[], []], [3, 4], [-1.0, -2.0], "head")
-    found, *_ = gradient(batch.z, bare, [1.0, -2.0], EstimatorConfig())
-    p = torch.softmax(batch.z, -1)
+    found, *_ = gradient(z, bare, [1.0, -2.0], EstimatorConfig())
+    p = torch.softmax(z, -1)
     p[[0, 1], [3, 4]] -= 1
     assert (found - torch.tensor([[1.0], [-2.0]]) * p).abs().max() <= 1e-15
+    found, loss, _ = gradient(z, dataclasses.replace(bare, kind="complete"), [1.0, -2.0], EstimatorConfig())
+    assert (found == 0).all() and (loss == 0).all()
 
 
 def test_no_tokens():

@@ -71,7 +71,9 @@ def start(arm: str, folder: Path, *flags: str, **environment: str) -> Server:
     paths = [str(ROOT / "tests" / "sglang_cpu" / "site"), str(ROOT)]
     switches = {
         "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1", "SGLANG_PLATFORM": "cpu_test", **environment,
+        "HF_HUB_OFFLINE": "1", "SGLANG_PLATFORM": "cpu_test",
+        # sglang's own test switch: now and then one of several running requests is put back and prefilled again.
+        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "31", **environment,
     }  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(

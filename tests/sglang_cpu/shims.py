@@ -11,6 +11,7 @@ import torch
 from tests.sglang_cpu import verifiers
 
 VERIFIER_VARIABLE = "SGLANG_CPU_TEST_VERIFIER"  # 0 leaves the target-only verifier out, as on a device without it
+PROPOSAL_VARIABLE = "SGLANG_CPU_TEST_PROPOSALS"  # 0 loses the selector's proposal law, as a broken draft would
 
 
 def register() -> None:
@@ -36,6 +37,9 @@ def register() -> None:
         (f"{root}.models.dflash.DFlashAttention.__init__", after_draft_attention, HookType.AFTER),
     ):  # fmt: skip
         HookRegistry.register(target, function, how)
+    if os.environ.get(PROPOSAL_VARIABLE, "1") == "0":
+        target = f"{root}.speculative.dflash_worker_v2.DFlashWorkerV2._propose_selector_block"
+        HookRegistry.register(target, after_proposal, HookType.AFTER)
 
 
 def _nothing(_pool: Any) -> None:
@@ -74,6 +78,10 @@ def around_forward_extend(original: Callable[..., Any], backend: Any, q: Any, k:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(batch, name, value)
+
+
+def after_proposal(_result: Any, worker: Any, **_: Any) -> None:
+    worker._selector_sample = None
 
 
 def after_draft_attention(_result: None, attention: Any, *_args: Any, **_rest: Any) -> None:

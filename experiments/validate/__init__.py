@@ -14,7 +14,10 @@ from experiments.evidence import Row, document, print_rows, write_json, write_pa
 from experiments.validate.settings import Context, RowFunction
 
 # In the order of the table; each is a module here with `rows(context) -> list[Row]`.
-ROWS = ("filters", "alignment", "verifier", "reference", "law", "estimator", "centering")
+ROWS = (
+    "filters", "alignment", "verifier", "reference", "law", "estimator", "centering", "control", "forwards", "refusals",
+    "handoff", "integration", "throughput",
+)  # fmt: skip
 ENGINES = ("embedded",)
 PAGE = Path("docs/results/validation.md")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from experiments.evidence import Row, all_of, at_least, must_fail
-from experiments.validate.engines import Model, Watched
+from experiments.validate.engines import MODELS, Model, Watched
 from experiments.validate.settings import SETTINGS, Context
 from miles_ext.capability import ArmKind
 from miles_ext.records import Commit, Completion
@@ -17,7 +17,6 @@ from rollout.engine import Request
 
 TOLERANCE = 1e-6  # a row is the float32 law it was drawn from, up to one logarithm
 QUICK_ROWS, FULL_ROWS = 3_000, 100_000
-MODELS: tuple[Model, ...] = ("trained", "spread")
 SLOTS, CONTEXT = 12, 40
 
 

@@ -43,8 +43,8 @@ class EmbeddedEngines:
 
     def open(self, arm: ArmKind, model: Model = "spread", **changes: Any) -> EmbeddedEngine:
         folder = self.folders[model]
-        settings = {"max_concurrency": 64, "context_length": 128, **changes}
-        return EmbeddedEngine(folder / "target", folder / "draft", arm, device="cpu", **settings)
+        settings = {"target": folder / "target", "max_concurrency": 64, "context_length": 128, **changes}
+        return EmbeddedEngine(draft=folder / "draft", arm=arm, device="cpu", **settings)
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[KernelWatch]:

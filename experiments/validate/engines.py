@@ -21,6 +21,7 @@ Logits = NDArray[np.float32]
 Model = Literal["trained", "spread"]
 """`trained`: the shipped target and its good draft. `spread`: a random target whose laws spread their mass, and a draft
 that is deliberately poor."""
+MODELS: tuple[Model, ...] = ("trained", "spread")
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Engines(Protocol):
         ...
 
     def open(self, arm: ArmKind, model: Model = "spread", **changes: Any) -> Engine:
-        """A loaded engine, to be closed by the caller."""
+        """A loaded engine, to be closed by the caller. changes: its settings; `target` loads other weights."""
         ...
 
     def watch(self, engine: Engine) -> AbstractContextManager[Watch]:

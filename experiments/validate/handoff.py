@@ -1,0 +1,162 @@
+"""Row `handoff`: new target weights arrive whole or not at all, and the draft's private bytes stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from experiments.evidence import Row, all_of, must_fail
+from experiments.validate.settings import SETTINGS, Context
+from miles_ext.capability import ArmKind
+from miles_ext.errors import WeightError
+from miles_ext.records import Completion
+from miles_ext.weights import WeightManifest
+from rollout.engine import Engine
+from trainer.backends.torch import TorchBackend
+from trainer.config import TrainerConfig
+from trainer.handoff import export
+
+SETTING = SETTINGS[4]  # whole laws at temperature 1
+
+
+def rows(context: Context) -> list[Row]:
+    found = []
+    for arm in context.engines.arms:
+        checks = Checks(context, arm)
+        proved = checks.accepted()
+        refused = checks.refused()
+        found += [
+            all_of(f"handoff/{arm}", sum(proved.values()), len(proved), _named(proved)),
+            all_of(f"handoff/{arm}_all_or_nothing", sum(refused.values()), len(refused), _named(refused)),
+        ]
+        if arm != "regular":
+            found.append(checks.draft_bit())
+    return found
+
+
+@dataclass(slots=True)
+class Served:
+    """What an engine serves now: responses to the same requests, and its digests."""
+
+    completions: list[Completion]
+    version: int
+    resident: str
+    draft: str
+
+    def same_tokens(self, other: Served) -> bool:
+        pairs = zip(self.completions, other.completions, strict=True)
+        return all(np.array_equal(a.response_ids, b.response_ids) for a, b in pairs)
+
+    @property
+    def accept_length(self) -> float:
+        steps = sum(completion.spec.live_steps for completion in self.completions)
+        return sum(map(len, self.completions)) / steps
+
+
+class Checks:
+    """One engine of one arm and a trainer of the same target."""
+
+    def __init__(self, context: Context, arm: ArmKind) -> None:
+        self.context, self.arm = context, arm
+        self.engine = context.engines.open(arm)
+        self.backend = TorchBackend(TrainerConfig(device="cpu"), context.engines.target("spread"))
+        self.requests = context.engines.requests(SETTING, context.pick(8, 32), "spread")
+
+    def served(self, engine: Engine | None = None) -> Served:
+        engine = engine or self.engine
+        (capability, *_) = engine.capability()
+        completions = engine.generate(self.requests)
+        return Served(completions, capability.weight_version, capability.resident_digest, capability.draft_digest)
+
+    def accepted(self) -> dict[str, bool]:
+        """An identity handoff, then two of changed weights, each compared with what was sent and a fresh engine."""
+        first = self.served()
+        manifest, buckets = export(self.backend, 5, "float32")
+        report = self.engine.update_weights(manifest, buckets)
+        again = self.served()
+        proved = {
+            "identity: received is sent": report.received_digest == manifest.digest,
+            "identity: same resident digest": again.resident == first.resident == report.resident_digest,
+            "identity: same tokens": again.same_tokens(first),
+            "identity: same accept length": again.accept_length == first.accept_length,
+            "identity: version": again.version == 5,
+        }
+        for number in (1, 2):
+            self.change_weights(number)
+            manifest, buckets = export(self.backend, 5 + number, "float32")
+            report = self.engine.update_weights(manifest, buckets)
+            now, fresh = self.served(), self.fresh()
+            versions = {int(version) for completion in now.completions for version in completion.weight_version}
+            proved |= {
+                f"handoff {number}: received is sent": report.received_digest == manifest.digest,
+                f"handoff {number}: as if loaded": now.resident == fresh.resident and now.same_tokens(fresh),
+                f"handoff {number}: other weights": now.resident != again.resident,
+                f"handoff {number}: draft unchanged": now.draft == first.draft == report.draft_digest,
+                f"handoff {number}: version on every token": versions == {5 + number} == {now.version},
+            }
+        return proved
+
+    def refused(self) -> dict[str, bool]:
+        """Deliveries that do not add up: refused, with the old weights and version still serving."""
+        self.change_weights(3)
+        manifest, buckets = export(self.backend, 20, "float32")
+        name = next(iter(buckets[0]))
+        flipped = {**buckets[0], name: buckets[0][name].copy()}
+        flipped[name].reshape(-1).view(np.uint32)[0] ^= 1
+        missing = {key: value for key, value in buckets[0].items() if key != name}
+        old = WeightManifest(version=7, tensors=manifest.tensors)
+        extra = WeightManifest(version=20, tensors={**manifest.tensors, "draft.fc.weight": manifest.tensors[name]})
+        return {
+            "one bit flipped": self.kept_after(lambda: self.engine.update_weights(manifest, [flipped, *buckets[1:]])),
+            "a tensor missing": self.kept_after(lambda: self.engine.update_weights(manifest, [missing, *buckets[1:]])),
+            "a version that does not rise": self.kept_after(lambda: self.engine.update_weights(old, buckets)),
+            "a tensor of the draft": self.kept_after(
+                lambda: self.engine.update_weights(extra, [{**buckets[0], "draft.fc.weight": buckets[0][name]}])
+            ),
+        }
+
+    def kept_after(self, deliver: Callable[[], object]) -> bool:
+        before = self.served()
+        try:
+            deliver()
+        except WeightError:
+            after = self.served()
+            return after.same_tokens(before) and (after.version, after.resident) == (before.version, before.resident)
+        return False
+
+    def draft_bit(self) -> Row:
+        """One bit of the draft flipped: its digest changes and the next handoff is refused."""
+        before = self.served().draft
+        self.context.engines.corrupt_draft(self.engine)
+        unseen = self.served().draft == before
+        manifest, buckets = export(self.backend, 30, "float32")
+        accepted = not self.kept_after(lambda: self.engine.update_weights(manifest, buckets))
+        detail = f"digest {'as before' if unseen else 'changed'}, handoff {'accepted' if accepted else 'refused'}"
+        proof = unseen or accepted
+        row = Row(f"handoff/control_{self.arm}_draft", float(proof), "", "draft proved unchanged", proof, detail)
+        return must_fail(row, "one bit of the draft flipped")
+
+    def change_weights(self, seed: int) -> None:
+        """What an optimizer step does to them, in size."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.backend.parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+    def fresh(self) -> Served:
+        """The same requests to an engine that loaded the trainer's weights from disk."""
+        folder = Path(self.context.scratch) / f"fresh-{self.arm}-{self.backend.updates}"
+        self.backend.save_hf(folder)
+        engine = self.context.engines.open(self.arm, "spread", target=folder)
+        served = self.served(engine)
+        engine.close()
+        return served
+
+
+def _named(checks: dict[str, bool]) -> str:
+    wrong = [name for name, holds in checks.items() if not holds]
+    return "NOT " + "; NOT ".join(wrong) if wrong else "; ".join(checks)

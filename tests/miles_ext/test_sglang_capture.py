@@ -1,4 +1,4 @@
-"""The plugin's packing and its way to the wire, without sglang: device rows against `law.pack_support` and `law.head`."""
+"""The plugin's packing and its way to the wire, without sglang: against `law.pack_support` and `law.head`."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The draft stays private: its mask embedding, its digest, and the ledger of what an update loaded. No sglang needed."""
+"""The draft stays private: its mask embedding, its digest, and the ledger of an update. No sglang needed."""
 
 from collections.abc import Iterable
 

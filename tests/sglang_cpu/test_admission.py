@@ -10,7 +10,7 @@ from miles_ext.sglang_plugin import guard
 from miles_ext.sglang_plugin.admission import refusal
 from miles_ext.sglang_plugin.settings import ORDER_VARIABLE, STRICT_VARIABLE, read_settings
 from miles_ext.sglang_plugin.worker import WorkerFacts
-from tests.miles_ext.sglang_stand_ins import request
+from tests.sglang_cpu.stand_ins import request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("plugin")]
 FACTS = WorkerFacts(

@@ -10,7 +10,7 @@ import torch
 from miles_ext.sglang_plugin.rows import encode
 from miles_ext.sglang_plugin.settings import ORDER_VARIABLE
 from miles_ext.wire import unpack
-from tests.miles_ext.sglang_stand_ins import (
+from tests.sglang_cpu.stand_ins import (
     CAP,
     CASE_IDS,
     CASES,
@@ -171,7 +171,7 @@ def test_greedy_rows_beside_sampled_ones_take_the_argmax() -> None:
 def test_stock_mask_of_the_regular_sampler_keeps_ties() -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-    from tests.miles_ext.sglang_stand_ins import sampler
+    from tests.sglang_cpu.stand_ins import sampler
 
     logits = torch.tensor([[3, 2, 1, 1, 1, 0.0]])
     output = LogitsProcessorOutput(next_token_logits=logits)
@@ -186,7 +186,7 @@ def test_stock_mask_of_the_regular_sampler_keeps_ties() -> None:
 def test_returned_logprobs_stay_those_of_the_unfiltered_law() -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-    from tests.miles_ext.sglang_stand_ins import sampler
+    from tests.sglang_cpu.stand_ins import sampler
 
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
     output = LogitsProcessorOutput(next_token_logits=logits.clone())

@@ -1,8 +1,12 @@
-"""Fixtures of the tests that need the environment with sglang (marker `sglang`)."""
+"""Tests of this folder run in the environment that has sglang (run.sh), and are not collected in any other."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+
+collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,7 @@ def run_command(args: argparse.Namespace) -> int:
         print(f"in a Ray job: results go to {config.output_dir}; --output_dir /an/absolute/path chooses another place")
     if args.dry_run:
         return dry_run(config)
+    config.model.require_files(config.arms)  # before the imports below, which take seconds
     from experiments.arms import run
 
     return run(config, _console(), debug=args.debug)
@@ -146,15 +147,19 @@ def dry_run(config: ExperimentConfig) -> int:
 
 
 def validate_command(args: argparse.Namespace) -> int:
-    return import_module("experiments.validate.run").main(
-        args.rows, engine=args.engine, quick=args.quick, mutate=args.mutate, cases=args.cases, json_file=args.json
+    from experiments.validate import main as validate
+
+    return validate(
+        args.rows, engine=args.engine, quick=args.quick, mutate=args.mutate, json=args.json, cases=args.cases
     )
 
 
 def bench_command(args: argparse.Namespace) -> int:
-    from experiments.evidence import print_rows, write_json
+    from experiments.evidence import Row, print_rows, write_json
 
-    rows = import_module(f"experiments.bench.{args.name}").rows(quick=args.quick)
+    found = import_module(f"experiments.bench.{args.name}").rows(quick=args.quick)
+    names = ("name", "value", "unit", "gate", "pass", "detail")
+    rows = [Row(*(row[name] for name in names)) for row in found]
     print_rows(rows, f"bench {args.name}")
     if args.json:
         write_json(args.json, f"python -m experiments bench {args.name}{' --quick' if args.quick else ''}", rows)

@@ -24,7 +24,6 @@ def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> i
 
     Prompts, seeds and initial weights are the same in all arms. An arm that fails is named and the others go on.
     """
-    config.model.require_files(config.arms)
     config = save(config)
     with cluster.session(config.cpus), Follower(console) as follower:
         cluster.require_room(config)

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from experiments.config import ExperimentConfig
 
 DASHBOARD_PORT = 8265
+ANSWER_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
 ENVIRONMENT = {
@@ -35,12 +38,14 @@ _MARK = "MILES_EXT_RAY_HEAD"  # every process of a head inherits it: how straggl
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """A client of the Ray Jobs API at `url`. ValueError where no Ray answers there, or it refuses us."""
+    """A client of the Ray Jobs API at `url`. ValueError where no Ray answers there soon, or it refuses us."""
     from ray.job_submission import JobSubmissionClient  # half a second to import: not for --help
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
-        return JobSubmissionClient(url)
+        with contextlib.suppress(urllib.error.HTTPError):  # an answer, if only that it wants Ray's token
+            urllib.request.urlopen(f"{url}/api/version", timeout=ANSWER_TIMEOUT_S).close()
+        return JobSubmissionClient(url)  # waits for ever where nothing answers
     except Exception as error:  # noqa: BLE001  requests', Ray's and JSON's own errors all mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

@@ -105,6 +105,7 @@ class ArmConfig(Section):
     """One side of the comparison."""
 
     name: FolderName
+    """Its folder and its name in W&B."""
     kind: ArmKind
     """How responses are decoded: one token a pass, drafts proposed greedily, or drafts sampled along a path."""
     overrides: dict[str, Any] = {}
@@ -118,6 +119,7 @@ class ExperimentConfig(Section):
     name: FolderName
     """Group of the runs in W&B and folder of the results; the name of the settings file where it says none."""
     arms: tuple[ArmConfig, ...] = Field(min_length=1)
+    """The sides of the comparison."""
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     """Each seed gives every arm its prompts and draws."""
     steps: int = Field(default=40, ge=1)

@@ -50,7 +50,12 @@ def _line(problem: Any, known: list[str]) -> str:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    last = key.rpartition(".")[2]
-    moved = [name for name in known if name.rpartition(".")[2] == last]  # the right name under the wrong section
-    close = moved or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    section, _, last = key.rpartition(".")
+    by_name = {name.rpartition(".")[2]: name for name in known}
+    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
+    close = [by_name[last]] if last in by_name else []  # the right name under the wrong section
+    if not close:
+        close = [f"{section}.{name}".lstrip(".") for name in difflib.get_close_matches(last, siblings, n=1)]
+    if not close:
+        close = [by_name[name] for name in difflib.get_close_matches(last, by_name, n=1)]
     return f"did you mean {close[0]}?" if close else "docs/configuration.md lists the accepted ones"

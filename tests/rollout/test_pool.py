@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ray
 
+from miles_ext.capability import ArmKind
 from miles_ext.errors import CapabilityError, EngineError, RequestError, WeightError
 from miles_ext.sampling import SamplingSpec
 from miles_ext.tensors import entries, to_array
@@ -25,7 +26,7 @@ SETTINGS = {"workers": 2, "cpus_per_worker": 0.5, "context_length": 64, "max_con
 def make_pool(ray_cluster, target, draft):
     made = []
 
-    def make(arm="dflash2", spec=SamplingSpec(), **settings):  # noqa: B008
+    def make(arm: ArmKind = "dflash2", spec=SamplingSpec(), **settings):  # noqa: B008
         made.append(RolloutPool(RolloutConfig(**SETTINGS | settings), arm, target, draft, spec))
         return made[-1]
 
@@ -59,6 +60,7 @@ def test_completions_come_back_in_order_and_as_one_engine_makes_them(make_pool, 
     assert ids(found) == ids(expected)
     assert [completion.engine_id for completion in found] == ["worker-0"] * 6 + ["worker-1"] * 5
     for mine, wanted in zip(found, expected, strict=True):
+        assert mine.support is not None and wanted.support is not None
         np.testing.assert_allclose(mine.support.logprobs, wanted.support.logprobs, atol=2e-5)
     with pytest.raises(RequestError, match="prompt is empty"):
         pool.generate([*requests(3), *empty_prompt()])

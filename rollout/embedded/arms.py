@@ -64,6 +64,9 @@ class Regular:
         probs = law_of(self.target.logits(hidden))
         return Step(probs, self.first(probs, uniforms))
 
+    def clear(self, slots: Tensor) -> None:
+        self.cache.clear(slots)
+
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         self.cache.move(sources, targets, length)
 
@@ -80,6 +83,10 @@ class DFlash(Regular):
 
     def remember(self, features: Tensor, positions: Tensor, slots: slice) -> None:
         self.draft.append(features, positions, self.draft_cache, slots)
+
+    def clear(self, slots: Tensor) -> None:
+        super().clear(slots)
+        self.draft_cache.clear(slots)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         super().move(sources, targets, length)

@@ -267,6 +267,9 @@ class _Run:
     def release(self) -> None:
         """Close the gaps that finished responses leave."""
         batch = self.batch
+        invalid = np.flatnonzero(batch.status[batch.live] == Status.INVALID)
+        if len(invalid):
+            self.arm.clear(self.put(invalid))
         sources, targets = batch.release()
         if len(sources):
             length = int((batch.prompt_length[batch.live] + batch.length[batch.live]).max())

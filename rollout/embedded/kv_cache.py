@@ -69,6 +69,10 @@ class KVCache:
         keys, values = self.storage[layer, 0], self.storage[layer, 1]
         return keys[plan.slots, :, : plan.length], values[plan.slots, :, : plan.length]
 
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero slots int64 [n] that may hold NaN: a masked NaN would still poison whoever uses the slot next."""
+        self.storage[:, :, slots] = 0.0
+
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `sources` int64 [n] over slots `targets` int64 [n]."""
         self.storage[:, :, targets, :, :length] = self.storage[:, :, sources, :, :length]

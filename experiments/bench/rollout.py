@@ -89,7 +89,8 @@ def generate_tokens_per_s(device: torch.device, repeats: int, models: Path = MOD
     """Stock transformers on the same weights, batch and lengths, sampling the same law: static and dynamic cache."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
+    model = model.to(device).eval()
     found: dict[str, list[float]] = {"static": [], "dynamic": []}
     for repeat in range(-1, repeats):
         prompts = np.stack([one.prompt_ids for one in requests(PLAIN, max(repeat, 0))]).astype(np.int64)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_ext.capability import ArmKind
 from miles_ext.errors import RequestError
 from miles_ext.records import Commit, Completion
 from miles_ext.sampling import SamplingSpec
@@ -107,7 +108,7 @@ def test_the_first_of_stop_id_and_stop_string_wins(engine: EmbeddedEngine) -> No
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_outputs_do_not_depend_on_the_company(arm: str, target: Path, draft: Path) -> None:
+def test_outputs_do_not_depend_on_the_company(arm: ArmKind, target: Path, draft: Path) -> None:
     """Alone, in a full batch, in a small batch with a queue and in another order: the same responses and rows."""
     wanted = requests(9, max_new_tokens=30, stop_ids=(3,)) + requests(
         9, seed=50, max_new_tokens=12, capture="head", temperature=0.8
@@ -125,7 +126,8 @@ def test_outputs_do_not_depend_on_the_company(arm: str, target: Path, draft: Pat
             np.testing.assert_allclose(
                 np.exp(one.support.sampled_logprobs), np.exp(other.support.sampled_logprobs), atol=2e-6
             )
-            one.check(VOCAB), other.check(VOCAB)
+            one.check(VOCAB)
+            other.check(VOCAB)
     assert len({len(one) for one in large}) > 3, "the requests must end at different times"
 
 

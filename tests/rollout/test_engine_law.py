@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import rollout.embedded.verify
+from miles_ext.capability import ArmKind
 from miles_ext.records import Commit
 from miles_ext.sampling import SamplingSpec
 from rollout.embedded.engine import EmbeddedEngine
@@ -30,7 +31,7 @@ SPECS = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 @pytest.mark.parametrize("arm", ARMS)
-def test_recorded_laws_equal_a_float64_recompute(arm: str, model_type: str, device: str, tmp_path: Path) -> None:
+def test_recorded_laws_equal_a_float64_recompute(arm: ArmKind, model_type: str, device: str, tmp_path: Path) -> None:
     folder = write_target(tmp_path / "target", model_type=model_type)
     draft = write_draft(tmp_path / "draft", folder)
     engine = EmbeddedEngine(folder, draft, arm, device=device, max_concurrency=8, context_length=64)
@@ -93,7 +94,7 @@ LAW_SPECS = [{"top_k": 3}, {"top_k": 4, "top_p": 0.9, "temperature": 0.8}]
 @pytest.mark.parametrize(
     ("arm", "spec"), [(ARMS[0], LAW_SPECS[0]), (ARMS[1], LAW_SPECS[1]), *((ARMS[2], s) for s in LAW_SPECS)]
 )
-def test_responses_follow_the_enumerated_law(arm: str, spec: dict, target: Path, draft: Path) -> None:
+def test_responses_follow_the_enumerated_law(arm: ArmKind, spec: dict, target: Path, draft: Path) -> None:
     engine = EmbeddedEngine(target, draft, arm, max_concurrency=512, context_length=16)
     p_value, kinds = _chi_square(engine, target, spec)
     assert p_value > 1e-4
@@ -118,7 +119,7 @@ def test_dflash_and_regular_decode_the_same_responses(device: str, target: Path,
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_greedy_requests_follow_the_largest_logit(arm: str, target: Path, draft: Path) -> None:
+def test_greedy_requests_follow_the_largest_logit(arm: ArmKind, target: Path, draft: Path) -> None:
     wanted = requests(6, temperature=0.0, capture="off")
     reference = Reference(target)
     for done in EmbeddedEngine(target, draft, arm, context_length=64).generate(wanted):

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from miles_ext.capability import ArmKind
 from miles_ext.law import law
 from miles_ext.records import Completion
 from miles_ext.sampling import SamplingSpec
@@ -23,7 +24,7 @@ from rollout.engine import Request
 
 SHIPPED = Path(__file__).parents[2] / "experiments/models/tiny"
 VOCAB, HIDDEN, LAYERS, POSITIONS, BLOCK = 48, 32, 2, 96, 4
-ARMS = ["regular", "dflash", "dflash2"]
+ARMS: list[ArmKind] = ["regular", "dflash", "dflash2"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

@@ -14,7 +14,7 @@ def sample(
     temperature: float = 1.0,
     taps: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Continue equally long prompts int64 [B, P] by `new_tokens`, stopping nowhere.
+    """Continue equally long prompts int64 [B, P] by `new_tokens`, stopping nowhere; all on the decoder's device.
 
     Returns tokens [B, P + new_tokens] and, of all positions but the last, the tapped hidden states
     [B, P + new_tokens - 1, K * H] (K = 0 without taps) and the final ones [B, P + new_tokens - 1, H].

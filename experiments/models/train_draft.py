@@ -31,7 +31,7 @@ PROMPT_SEED = 77  # apart from the small seeds that experiments give their own p
 class DraftRecipe:
     """Training of a draft. A round samples `rows` fresh texts of `new_tokens` and takes `round_steps` steps on them."""
 
-    rounds: int = 14
+    rounds: int = 10
     round_steps: int = 200
     rows: int = 160
     new_tokens: int = 290
@@ -68,7 +68,7 @@ def new_draft(target: Decoder, recipe: DraftRecipe) -> Draft:
     )
     draft = Draft(config, target)
     draft.mask_embedding = torch.empty_like(draft.norm)
-    initialise(draft.resident_tensors(), torch.Generator().manual_seed(recipe.seed))
+    initialise(draft.resident_tensors(), torch.Generator(target.device).manual_seed(recipe.seed))
     # The selector starts as a small correction to the unary logits.
     draft.predecessor *= 0.5
     draft.successor *= 0.5
@@ -82,9 +82,9 @@ def blocks_hidden(draft: Draft, tokens: torch.Tensor, taps: torch.Tensor, anchor
     """
     rows, count = anchors.shape
     size = draft.config.block_size
-    seen = torch.arange(taps.shape[1])
-    own = torch.arange(count * size) // size
-    positions = (anchors[:, :, None] + torch.arange(size)).flatten(1)
+    seen = torch.arange(taps.shape[1], device=taps.device)
+    own = torch.arange(count * size, device=taps.device) // size
+    positions = (anchors[:, :, None] + torch.arange(size, device=taps.device)).flatten(1)
     before = seen < anchors.repeat_interleave(size, 1)[:, :, None]
     within = (own[:, None] == own).expand(rows, -1, -1)
     block = draft.config.block
@@ -107,7 +107,7 @@ def block_loss(
 ) -> torch.Tensor:
     """Unary plus selector cross entropy to the target's law [B, A, block - 1, V], nats, weighted over slots."""
     hidden = blocks_hidden(draft, tokens, taps, anchors)
-    slots = torch.arange(draft.config.block_size - 1)
+    slots = torch.arange(draft.config.block_size - 1, device=hidden.device)
     previous = tokens.gather(1, (anchors[:, :, None] + slots).flatten(1)).view(hidden.shape[:-1])
     unary = draft.target.logits(hidden)
     edges = (draft.predecessor[previous] * F.linear(hidden, draft.projection)) @ draft.successor.T
@@ -131,19 +131,20 @@ def train_draft(
     total = recipe.rounds * recipe.round_steps
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.01, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, total, recipe.warmup))
-    generator = torch.Generator().manual_seed(recipe.seed)
+    device = target.device
+    generator = torch.Generator(device).manual_seed(recipe.seed)
     losses = []
     for index in range(recipe.rounds):
-        start = prompts(index)
+        start = prompts(index).to(device)
         texts, taps, hidden = sample(target, start, recipe.new_tokens, generator, taps=draft.config.taps)
         # The first anchor is the first sampled token; the last block must lie inside the text.
         low, high = start.shape[1], texts.shape[1] - recipe.block_size
         for _ in range(recipe.round_steps):
-            rows = torch.randint(texts.shape[0], (recipe.batch_rows,), generator=generator)
+            rows = torch.randint(texts.shape[0], (recipe.batch_rows,), generator=generator, device=device)
             # Squared: the early part of a response, which every response has, is seen more often than the late one.
-            where = torch.rand(recipe.batch_rows, recipe.anchors, generator=generator).square()
+            where = torch.rand(recipe.batch_rows, recipe.anchors, generator=generator, device=device).square()
             anchors = low + (where * (high + 1 - low)).long()
-            slots = (anchors[:, :, None] + torch.arange(recipe.block_size - 1)).flatten(1)
+            slots = (anchors[:, :, None] + torch.arange(recipe.block_size - 1, device=device)).flatten(1)
             state = hidden[rows].gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
             law = torch.softmax(target.logits(state), -1).unflatten(1, (recipe.anchors, -1))
             loss = block_loss(draft, texts[rows], taps[rows], law, anchors, recipe.decay)
@@ -195,9 +196,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for field in fields(recipe):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     parser.add_argument("--threads", type=int, default=1, help="with 1, a rerun on one machine gives the same bytes")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    target = Decoder.from_hf(args.target)
+    target = Decoder.from_hf(args.target, args.device)
     recipe = replace(recipe, **{field.name: getattr(args, field.name) for field in fields(recipe)})
     if args.prompts:
         prompts = file_prompts(args.prompts, args.target, recipe.rows)
@@ -210,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     draft, _ = train_draft(target, prompts, recipe)
     draft.save_pretrained(args.out, STORED)
     for selector, arm in ((False, "dflash"), (True, "dflash2")):
-        generator = torch.Generator().manual_seed(recipe.seed)
-        length = accept_length(draft, held_out, recipe.new_tokens, generator, selector)
+        generator = torch.Generator(target.device).manual_seed(recipe.seed)
+        length = accept_length(draft, held_out.to(target.device), recipe.new_tokens, generator, selector)
         print(f"held-out accept length, {arm}, {recipe.new_tokens} tokens at temperature 1: {length:.2f}")
     print(f"written to {args.out}")
 

@@ -108,7 +108,10 @@ def test_selector_loss_scores_what_the_selector_samples_from(target: Decoder) ->
     assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_a_draft_can_be_trained_for_another_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_draft_can_be_trained_for_another_architecture(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tied Llama with its own vocabulary size, prompts from a file, through the command."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -124,7 +127,7 @@ def test_a_draft_can_be_trained_for_another_architecture(tmp_path: Path, capsys:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
     save_tokenizer(tmp_path / "target")
     command = ["--target", str(tmp_path / "target"), "--out", str(tmp_path / "draft"), "--rounds", "1"]
-    command += ["--round-steps", "2", "--rows", "8", "--new-tokens", "24", "--block-size", "4"]
+    command += ["--round-steps", "2", "--rows", "8", "--new-tokens", "24", "--block-size", "4", "--device", device]
     with pytest.raises(ValueError, match="--prompts"):
         train_draft.main(command)
     (tmp_path / "prompts.txt").write_text("123+456=\n\n1+2=\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from miles_ext.errors import SupportError
 SupportKind = Literal["complete", "head"]
 FinishReason = Literal["stop", "length", "abort"]
 MASS_TOLERANCE = 2e-5
+_DTYPES = {
+    "token_ids": "int32", "logprobs": "float32", "offsets": "int64", "sampled_logprobs": "float32", "status": "uint8",
+}  # fmt: skip
 
 
 class Status(IntEnum):
@@ -148,6 +151,12 @@ class SupportRows:
         return found
 
     def _check_layout(self, num_tokens: int) -> None:
+        if self.kind not in get_args(SupportKind):
+            raise SupportError(f"kind {self.kind!r}; accepted: {', '.join(get_args(SupportKind))}")
+        for name, dtype in _DTYPES.items():
+            array = getattr(self, name)
+            if array.dtype != dtype or array.ndim != 1:
+                raise SupportError(f"{name} is {array.dtype} {list(array.shape)}; accepted: {dtype}, one axis")
         if len(self) != num_tokens or len(self.sampled_logprobs) != num_tokens or len(self.status) != num_tokens:
             raise SupportError(
                 f"{len(self)} rows, {len(self.sampled_logprobs)} sampled logprobs and {len(self.status)} statuses for "
@@ -202,6 +211,9 @@ class Completion:
         for name in ("commit", "weight_version"):
             if len(getattr(self, name)) != len(self):
                 raise SupportError(f"{name} has {len(getattr(self, name))} entries for {len(self)} committed tokens")
+        if len(self) and self.commit.max() > max(Commit):
+            token = int(np.argmax(self.commit > max(Commit)))
+            raise SupportError(f"token {token}: commit kind {self.commit[token]}; accepted: 0 to {max(Commit):d}")
         if self.support is not None:
             self.support.check(self.response_ids, vocab_size)
         return self

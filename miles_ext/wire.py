@@ -34,12 +34,13 @@ def pack(rows: SupportRows, commit: NDArray[np.uint8]) -> dict[str, Any]:
 
 
 def unpack(message: dict[str, Any]) -> tuple[SupportRows, NDArray[np.uint8]]:
-    """Inverse of `pack`. Raises SupportError for another version, a missing field, or bytes that do not divide up."""
+    """Inverse of `pack`. Raises SupportError for another version, a missing field, or counts that do not add up."""
     if message.get("v") != WIRE_VERSION:
         raise SupportError(f"packed wire version {message.get('v')!r}; accepted: {WIRE_VERSION}; update the older side")
     if message.get("kind") not in ("complete", "head"):
         raise SupportError(f"packed wire kind is {message.get('kind')!r}; accepted: complete, head")
     arrays = {name: _decode(message, name, dtype) for name, dtype in _DTYPES.items()}
+    _require_counts(arrays)
     rows = SupportRows(
         token_ids=arrays["ids"],
         logprobs=arrays["logprobs"],
@@ -49,6 +50,19 @@ def unpack(message: dict[str, Any]) -> tuple[SupportRows, NDArray[np.uint8]]:
         status=arrays["status"],
     )
     return rows, arrays["commit"]
+
+
+def _require_counts(arrays: dict[str, NDArray[Any]]) -> None:
+    lengths = arrays["lengths"]
+    if (lengths < 0).any():
+        row = int(np.argmax(lengths < 0))
+        raise SupportError(f"packed wire row {row} has length {lengths[row]}; accepted: 0 or more")
+    for names, wanted in ((("sampled", "commit", "status"), len(lengths)), (("ids", "logprobs"), lengths.sum())):
+        for name in names:
+            if len(arrays[name]) != wanted:
+                raise SupportError(
+                    f"packed wire field {name!r} has {len(arrays[name])} entries; accepted: {wanted}, by its 'lengths'"
+                )
 
 
 def _decode(message: dict[str, Any], name: str, dtype: str) -> NDArray[Any]:

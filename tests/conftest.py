@@ -1,12 +1,17 @@
-"""The one Ray that tests in this process share: two logical CPUs on loopback, no dashboard."""
+"""The one Ray that tests in this process share: two logical CPUs on loopback, no dashboard; and hypothesis' profile."""
 
 import os
 import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 from experiments.cluster import ENVIRONMENT
+
+# The same examples on every machine, and no property is a timed test.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

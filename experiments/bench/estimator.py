@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from experiments.bench import estimator_cuda
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, coefficients, score_centered_loss
 
 VOCAB = 151_936
@@ -127,6 +128,7 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
             "saved_beyond_logits", saved["centered"], "[N, V] buffers", "<= 0.02",
             f"kept by autograd for backward; naive keeps {saved['naive']:.2f}; {tokens} tokens",
         ),
+        *(estimator_cuda.rows() if torch.cuda.is_available() else []),
     ]  # fmt: skip
 
 

@@ -79,32 +79,31 @@ def _plain_block(draft: Draft, taps: torch.Tensor, anchor: int, start: int) -> t
     return torch.stack([_norm(x, w["norm.weight"]) for x in states[1:]])
 
 
+def _append(draft: Draft, taps: torch.Tensor, cache: Any, slots: torch.Tensor, old: list[int], new: list[int]) -> None:
+    """Commit positions old[row] .. new[row] - 1 of taps [B, T, K * H], shorter rows padded."""
+    width = max(n - o for o, n in zip(old, new, strict=True))
+    positions = torch.tensor(old)[:, None] + torch.arange(width)
+    positions = positions.where(positions < torch.tensor(new)[:, None], -1)
+    rows = torch.arange(len(old))[:, None]
+    draft.append(taps[rows, positions.clamp_min(0)], positions, cache, slots)
+
+
 @torch.no_grad()
 def test_cached_blocks_equal_the_plain_architecture() -> None:
     """Ragged rows, scattered slots, an idle row; a second block after more context, over the first one's leavings."""
     draft = _draft(_target())
     taps = torch.randn(3, 20, len(TAPS) * H, generator=torch.Generator().manual_seed(3))
-    cache, slots, idle = draft.new_cache(4), torch.tensor([3, 0, 2]), -1
+    cache, slots, anchors = draft.new_cache(4), torch.tensor([3, 0, 2]), torch.tensor([7, 11, 2])
     cache.storage.fill_(5.0)
-    lengths = [9, 4, 12]
-    for grown in ([0, 0, 0], [3, 5, 1]):
-        before, after = lengths, [n + g for n, g in zip(lengths, grown, strict=True)]
-        fresh = range(max(after)) if grown == [0, 0, 0] else range(max(grown))
-        positions = torch.tensor(
-            [[n if grown == [0, 0, 0] and n < m else m0 + n if n < g else idle for n in fresh]
-             for m0, m, g in zip(before, after, grown, strict=True)]
-        )  # fmt: skip
-        draft.append(taps.gather(1, positions.clamp_min(0)[..., None].expand(-1, -1, taps.shape[-1])), positions,
-                     cache, slots)  # fmt: skip
-        lengths = after
-        anchors, starts = torch.tensor([7, 11, 2]), torch.tensor(lengths)
-        hidden = draft.block_hidden(anchors, starts, cache, slots, max(lengths) + 1)
-        for row, length in enumerate(lengths):
-            expected = _plain_block(draft, taps[row, :length], int(anchors[row]), length)
-            assert (hidden[row] - expected).abs().max() < 2e-5, (grown, row)
-        idle_hidden = draft.block_hidden(anchors, torch.tensor([lengths[0], idle, idle]), cache, slots, 40)
-        assert (idle_hidden[0] - hidden[0]).abs().max() < 2e-5
-        assert torch.isfinite(idle_hidden).all()
+    for old, new in (([0, 0, 0], [9, 4, 12]), ([9, 4, 12], [12, 9, 13])):
+        _append(draft, taps, cache, slots, old, new)
+        hidden = draft.block_hidden(anchors, torch.tensor(new), cache, slots, max(new) + 1)
+        for row, start in enumerate(new):
+            expected = _plain_block(draft, taps[row, :start], int(anchors[row]), start)
+            assert (hidden[row] - expected).abs().max() < 2e-5, (new, row)
+        idle = draft.block_hidden(anchors, torch.tensor([new[0], -1, -1]), cache, slots, max(new) + 1)
+        assert (idle[0] - hidden[0]).abs().max() < 2e-5
+        assert torch.isfinite(idle).all()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import pytest
 import requests
 from safetensors.torch import load_file, save_file
 
-from miles_ext.capability import FILTERED_PATCHES, VERIFIER_OF, EngineCapability, require
+from miles_ext.capability import FILTERED_PATCHES, VERIFIER_OF, ArmKind, EngineCapability, require
 from miles_ext.errors import CapabilityError
 from miles_ext.records import Commit, Status, SupportRows
 from miles_ext.sampling import SamplingSpec
@@ -32,12 +32,12 @@ resident_at_start: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module", params=["regular", "dflash", "dflash2"])
-def arm(request: pytest.FixtureRequest) -> str:
+def arm(request: pytest.FixtureRequest) -> ArmKind:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def server(arm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(arm: ArmKind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = start(arm, tmp_path_factory.mktemp(arm))
     try:
         yield started
@@ -50,7 +50,7 @@ def capability(server: Server) -> EngineCapability:
     return from_json(rank)
 
 
-def test_capability_is_that_of_the_loaded_worker(server: Server, arm: str) -> None:
+def test_capability_is_that_of_the_loaded_worker(server: Server, arm: ArmKind) -> None:
     found = capability(server)
     assert (found.arm, found.verifier) == (arm, VERIFIER_OF[arm])
     assert found.patches >= FILTERED_PATCHES
@@ -66,13 +66,13 @@ def test_capability_is_that_of_the_loaded_worker(server: Server, arm: str) -> No
             require(found, SPECS["filtered"], arm)
 
 
-def test_the_target_is_the_same_in_every_arm(server: Server, arm: str) -> None:
+def test_the_target_is_the_same_in_every_arm(server: Server, arm: ArmKind) -> None:
     resident_at_start[arm] = capability(server).resident_digest
     assert len(set(resident_at_start.values())) == 1  # no draft's mask embedding has been merged into it
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_every_row_is_valid_and_every_token_has_its_kind(server: Server, arm: str, name: str) -> None:
+def test_every_row_is_valid_and_every_token_has_its_kind(server: Server, arm: ArmKind, name: str) -> None:
     answers = ask(server, PROMPTS, SPECS[name], max_new_tokens=60)
     for answer in answers:
         check(answer)
@@ -129,7 +129,7 @@ def dense(rows: SupportRows) -> np.ndarray:
     return probs
 
 
-def test_stop_strings_trim_the_text_and_not_the_rows(server: Server, arm: str) -> None:
+def test_stop_strings_trim_the_text_and_not_the_rows(server: Server, arm: ArmKind) -> None:
     (free,) = ask(server, [PROMPTS[3]], SamplingSpec(top_k=1), max_new_tokens=24, ignore_eos=True)
     middle = free.text.split()[len(free.text.split()) // 2] if " " in free.text else free.text[len(free.text) // 2]
     for answer in ask(server, PROMPTS, SPECS["filtered"], max_new_tokens=40, stop=[middle]):
@@ -171,7 +171,7 @@ def test_thresholds_cannot_be_loosened(server: Server) -> None:
     assert capability(server).accept_threshold_acc == 1.0
 
 
-def test_a_retracted_request_has_its_prefill_token_again(server: Server, arm: str) -> None:
+def test_a_retracted_request_has_its_prefill_token_again(server: Server, arm: ArmKind) -> None:
     answers = ask(server, [[i + 1, 2, 3] for i in range(6)], SPECS["filtered"], max_new_tokens=100, ignore_eos=True)
     for answer in answers:
         check(answer)
@@ -179,7 +179,7 @@ def test_a_retracted_request_has_its_prefill_token_again(server: Server, arm: st
     assert sum(answer.meta["num_retractions"] for answer in answers) > 0
 
 
-def test_a_disk_update_reaches_the_target_only(server: Server, arm: str, tmp_path: Path) -> None:
+def test_a_disk_update_reaches_the_target_only(server: Server, arm: ArmKind, tmp_path: Path) -> None:
     before = capability(server)
     changed = tmp_path / "target"
     shutil.copytree(TINY / "target", changed)
@@ -215,7 +215,7 @@ def test_the_draft_cannot_be_selected_for_an_update(server: Server) -> None:
     assert not answer["success"] and "private" in answer["message"]
 
 
-def test_checksums_still_cover_the_draft(server: Server, arm: str) -> None:
+def test_checksums_still_cover_the_draft(server: Server, arm: ArmKind) -> None:
     answer = server.post("/weights_checker", {"action": "checksum"}).json()
     names = answer["ranks"][0]["checksums"]
     assert any(name.startswith("draft.") for name in names) == (arm != "regular")

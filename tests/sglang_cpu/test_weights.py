@@ -52,10 +52,9 @@ class Scheduler:
         self.draft_worker = SimpleNamespace(draft_model=draft.model, weight_update_runners=lambda: [("draft", draft)])
         self.versions: list[Any] = []
         self.manager: Any = Manager.__new__(Manager)
-        for name, value in {
-            "tp_worker": self.tp_worker, "draft_worker": self.draft_worker, "scheduler": self,
-            "metrics_collector": None, "flush_cache": lambda **_: True, "_session": None, "tp_cpu_group": dist.group.WORLD,
-        }.items():  # fmt: skip
+        parts = {"tp_worker": self.tp_worker, "draft_worker": self.draft_worker, "scheduler": self, "_session": None}
+        parts |= {"metrics_collector": None, "flush_cache": lambda **_: True, "tp_cpu_group": dist.group.WORLD}
+        for name, value in parts.items():
             setattr(self.manager, name, value)
         self.target, self.draft = target.model, draft.model
         proof_of(self)

@@ -138,5 +138,9 @@ def _copy_bandwidth() -> float:
     """Bytes read and written a second by a large device-to-device copy."""
     source: Tensor = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    seconds = _interleaved({"copy": lambda: target.copy_(source) and None})["copy"]
+
+    def copy() -> None:
+        target.copy_(source)
+
+    seconds = _interleaved({"copy": copy})["copy"]
     return 2 * source.numel() * source.element_size() / statistics.median(seconds)

@@ -181,8 +181,8 @@ def training_rows(arm_dir: Path) -> list[Row]:
     same = claimed == read_probe(arm_dir).settings
     rows.append(Row("settings", float(same), "", "trainer ran what the config says", same, str(claimed)))
     if claimed["centering"] == "on":
-        norm = float(np.median(list(series["sc/correction_norm"].values())))
-        rows.append(at_least("correction_norm", norm, CORRECTION_FLOOR, "", "median over the steps"))
+        norm = float(np.mean(list(series["sc/correction_norm"].values())))
+        rows.append(at_least("correction_norm", norm, CORRECTION_FLOOR, "", "mean over the steps"))
     return rows
 
 

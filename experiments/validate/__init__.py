@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.evidence import Row, document, print_rows, write_json, write_page
-from experiments.validate.settings import Context, RowFunction
+from experiments.validate.settings import Context
 
-# In the order of the table; each is a module here with `rows(context) -> list[Row]`.
+# In the order of the table; each is a module here with `rows(context) -> list[Row]`, and `start(context)` perhaps.
 ROWS = (
     "filters", "alignment", "verifier", "reference", "law", "estimator", "centering", "control", "forwards", "refusals",
     "handoff", "integration", "throughput",
@@ -53,15 +53,23 @@ def main(
 def run(names: list[str], context: Context) -> list[Row]:
     """The rows of each name in turn; one that raises is a failed row, and the table goes on."""
     console, found = Console(stderr=True), []
-    for name in names:
-        started = time.perf_counter()
-        function: RowFunction = importlib.import_module(f"experiments.validate.{name}").rows
-        try:
-            found += function(context)
-        except Exception as error:
-            console.print_exception()
-            found.append(Row(f"{name}/error", float("nan"), "", "runs", False, f"{type(error).__name__}: {error}"))
-        console.print(f"{name}: {time.perf_counter() - started:.1f} s", style="dim", highlight=False)
+    modules = {name: importlib.import_module(f"experiments.validate.{name}") for name in names}
+    try:
+        for module in modules.values():
+            if hasattr(module, "start"):  # what runs in a process of its own runs beside the other rows
+                module.start(context)
+        for name, module in modules.items():
+            started = time.perf_counter()
+            try:
+                found += module.rows(context)
+            except Exception as error:
+                console.print_exception()
+                found.append(Row(f"{name}/error", float("nan"), "", "runs", False, f"{type(error).__name__}: {error}"))
+            console.print(f"{name}: {time.perf_counter() - started:.1f} s", style="dim", highlight=False)
+    finally:
+        for process in context.running.values():
+            process.terminate()
+            process.wait()
     return found
 
 

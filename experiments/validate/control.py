@@ -4,6 +4,7 @@ by design. Stock is transformers' own sampling processors on the same raw logits
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -67,14 +68,14 @@ def stock_law(logits: NDArray[np.float32], setting: Setting) -> NDArray[np.float
     """transformers' warpers in their own order: temperature, top-k, then top-p on what is left."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    spec, ids = setting.spec(0), torch.zeros(len(logits), 1, dtype=torch.long)
+    spec, ids = setting.spec(0), cast(torch.LongTensor, torch.zeros(len(logits), 1, dtype=torch.long))
     scores = torch.from_numpy(logits)
     if spec.temperature != 1:
-        scores = TemperatureLogitsWarper(spec.temperature)(ids, scores)
+        scores = TemperatureLogitsWarper(spec.temperature)(ids, cast(torch.FloatTensor, scores))
     if spec.top_k:
-        scores = TopKLogitsWarper(spec.top_k)(ids, scores)
+        scores = TopKLogitsWarper(spec.top_k)(ids, cast(torch.FloatTensor, scores))
     if spec.top_p < 1:
-        scores = TopPLogitsWarper(spec.top_p)(ids, scores)
+        scores = TopPLogitsWarper(spec.top_p)(ids, cast(torch.FloatTensor, scores))
     return torch.softmax(scores, -1).numpy()
 
 

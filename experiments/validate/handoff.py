@@ -61,7 +61,8 @@ class Checks:
     """One engine of one arm and a trainer of the same target."""
 
     def __init__(self, context: Context, arm: ArmKind) -> None:
-        self.context, self.arm = context, arm
+        self.context = context
+        self.arm: ArmKind = arm
         self.engine = context.engines.open(arm)
         self.backend = TorchBackend(TrainerConfig(device="cpu"), context.engines.target("spread"))
         self.requests = context.engines.requests(SETTING, context.pick(8, 32), "spread")

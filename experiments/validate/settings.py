@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
-from experiments.evidence import Row
 from miles_ext.sampling import SamplingSpec
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ SETTINGS = tuple(
 @dataclass(slots=True)
 class Context:
     """engines: the kind of engine under proof. quick: smaller samples, same rows. cases: file given for `filters` or
-    `estimator`, None for the published ones. scratch: a folder that is removed afterwards.
+    `estimator`, None for the published ones. scratch: a folder that is removed afterwards. running: processes that a
+    row started before its turn.
     """
 
     engines: Engines
@@ -57,6 +57,7 @@ class Context:
     cases: Path | None
     scratch: Path
     samples: dict[tuple[str, str, str], Sample] = field(default_factory=dict)
+    running: dict[str, Popen[bytes]] = field(default_factory=dict)
 
     def pick(self, quick: int, full: int) -> int:
         return quick if self.quick else full
@@ -78,6 +79,3 @@ class Context:
                 continue
             found.append(setting)
         return found
-
-
-RowFunction = Callable[[Context], list[Row]]

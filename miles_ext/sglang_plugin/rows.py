@@ -112,22 +112,31 @@ class HostRows:
         self, batch: Any, commits: Sequence[Any], rows: NDArray, meta: NDArray, entries: Callable[[int, int], NDArray]
     ) -> None:
         """meta: of these rows only. entries(first, last): of rows first to last, numbered as in meta."""
+        failed = meta[:, 2].any()
         for first, row in enumerate(rows[:: self.block].tolist()):
             commit = commits[row // self.block]
-            if commit is not None:
-                first *= self.block
-                last = first + len(commit.token_ids)
-                keep_rows(batch.reqs[row // self.block], entries(first, last), meta[first:last])
+            if commit is None:
+                continue
+            first *= self.block
+            last = first + len(commit.token_ids)
+            request = batch.reqs[row // self.block]
+            rows_of(request).append(entries(first, last), meta[first:last])
+            if failed:
+                end_early(request, meta[first:last, 2])
 
 
-def keep_rows(request: Any, entries: NDArray[np.int32], meta: NDArray[np.int32]) -> None:
-    """Append rows to a request, and end it where one of them failed: what it would say next can train nothing."""
+def rows_of(request: Any) -> RequestRows:
+    """The request's rows, which live on it until they are sent."""
     store = getattr(request, "sc_rows", None)
     if store is None:
         kind, _ = capture_of(request.sampling_params)
         store = request.sc_rows = RequestRows("head" if kind == HEAD else "complete")
-    store.append(entries, meta)
-    worst = int(meta[:, 2].max())
+    return store
+
+
+def end_early(request: Any, statuses: NDArray[np.int32]) -> None:
+    """End a request of which a row failed: what it would say next can train nothing."""
+    worst = int(statuses.max())
     if worst != Status.OK and not request.finished():
         request.to_finish = _abort(ABORTS[Status(worst)])
 

@@ -113,6 +113,7 @@ def parse_overrides(rest: Sequence[str], parser: argparse.ArgumentParser, taken:
 
 
 def run_command(args: argparse.Namespace) -> int:
+    from experiments import cluster
     from experiments.config import load
 
     config = load(args.config, args.overrides)
@@ -123,6 +124,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run(config)
     config.model.require_files(config.arms)  # before the imports below, which take seconds
+    cluster.stay_on_loopback()
     from experiments.arms import run
 
     return run(config, _console(), debug=args.debug)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+from ray.exceptions import RayTaskError
 from rich.console import Console
 
 from experiments import cluster
@@ -29,7 +30,7 @@ def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> i
         cluster.require_room(config)
         for seed in config.seeds:
             for arm in config.arms:
-                run_arm(config, arm, seed, follower, debug)
+                run_arm(config, arm, seed, follower.line, debug=debug)
     comparison = compare(config.run_dir)
     sound = audit(config.run_dir) == 0
     page = write_report(config.run_dir)
@@ -41,7 +42,7 @@ def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> i
     return 0 if finished and sound else 1
 
 
-def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, follower: Follower, debug: bool) -> None:
+def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[str], None], *, debug: bool) -> None:
     """One arm and seed; whatever ends it, its files are closed, listed and kept."""
     folder = config.run_dir / f"{arm.name}-s{seed}"
     mine = config.for_arm(arm)
@@ -51,13 +52,14 @@ def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, follower: Follo
     )  # fmt: skip
     failure = "interrupted"
     try:
-        train_arm(mine, arm, seed, folder, tracker, follower.line)
+        train_arm(mine, arm, seed, folder, tracker, say)
         failure = ""
     except Exception as error:  # noqa: BLE001  whatever it was, the other arms still have a run to make
-        failure = " ".join(f"{type(error).__name__}: {error}".split())
-        follower.line(f"arm {folder.name} FAILED: {failure}")
+        cause = error.cause if isinstance(error, RayTaskError) else error  # what a worker raised, without its trace
+        failure = " ".join(f"{type(cause).__name__}: {cause}".split())
+        say(f"arm {folder.name} FAILED: {failure}")
         if debug:
-            traceback.print_exc(file=sys.stdout)
+            say(traceback.format_exc())
     finally:
         tracker.finish(failed=bool(failure))
         write_manifest(folder, failure)

@@ -154,11 +154,17 @@ def _last_words(log: Path) -> str:
     return " | ".join(lines[-4:]) or f"it said nothing within {START_TIMEOUT_S:.0f} s"
 
 
+def stay_on_loopback() -> None:
+    """Make a Ray that this process starts listen on 127.0.0.1 alone. Ray reads it once, when it is imported."""
+    if "RAY_ADDRESS" not in os.environ:
+        os.environ.update(ENVIRONMENT)
+
+
 @contextlib.contextmanager
 def session(cpus: float) -> Iterator[None]:
     """Ray for this process: the cluster that RAY_ADDRESS names (Ray sets it in a job), else one of its own.
 
-    Raises ValueError where that address does not answer.
+    Raises ValueError where that address does not answer. `stay_on_loopback` comes first, before Ray is imported.
     """
     import ray
 
@@ -169,7 +175,6 @@ def session(cpus: float) -> Iterator[None]:
         if folder is None:
             ray.init(**quiet)
         else:
-            os.environ.update(ENVIRONMENT)
             own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": str(folder)}
             ray.init(address="local", **own, **quiet)
     except ConnectionError as error:

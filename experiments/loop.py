@@ -19,10 +19,9 @@ from experiments.progress import step_line
 from experiments.questions import Questions
 from experiments.rollouts import rollout_file, save_rollout
 from experiments.tracking import Tracker
-from miles_ext.records import Trajectory
+from miles_ext.records import Status, Trajectory
 from miles_ext.weights import HandoffReport, WeightManifest
 from rollout.pool import RolloutPool
-from trainer.batch import usable
 from trainer.step import rollout_advantages
 from trainer.worker import TrainerGroup
 
@@ -57,7 +56,7 @@ def train_arm(
             trajectories = asked.trajectories(completions)
             metrics = rollout_figures(trajectories, sampled - started)
             audited = step == config.audited_step
-            keep(folder, config, step, trajectories, whole=audited)
+            keep(folder, config, step, trajectories, audited=audited)
 
             shared, training = ray.put(trajectories), time.perf_counter()
             probe = folder / "audit" if audited else None
@@ -91,8 +90,8 @@ def hand_over(
     trainer: TrainerGroup, pool: RolloutPool, version: int, dtype: str
 ) -> tuple[WeightManifest, list[HandoffReport]]:
     """The trainer's weights to every engine, through the object store; what was sent and what each engine proved."""
-    manifest, buckets = trainer.export(version, dtype)
-    return manifest, pool.update_weights(manifest, [ray.put(bucket) for bucket in buckets])
+    manifest, buckets = trainer.share(version, dtype)
+    return manifest, pool.update_weights(manifest, buckets)
 
 
 def evaluate(pool: RolloutPool, asked: Questions) -> float:
@@ -100,11 +99,12 @@ def evaluate(pool: RolloutPool, asked: Questions) -> float:
     return float(np.mean(asked.rewards(pool.generate(asked.requests))))
 
 
-def keep(folder: Path, config: ExperimentConfig, step: int, trajectories: list[Trajectory], *, whole: bool) -> None:
-    """Write the rollout before it is trained on, so that one which cannot be is there to look at."""
-    kept, _ = usable(trajectories, "drop_group")
-    advantages = rollout_advantages(trajectories, kept, config.trainer)
-    if not whole and config.save_support == "audited":
+def keep(folder: Path, config: ExperimentConfig, step: int, trajectories: list[Trajectory], *, audited: bool) -> None:
+    """Write the rollout before it is trained on, so that one which cannot be is there to look at, laws and all."""
+    broken = {t.group for t in trajectories if t.completion.worst_status is not Status.OK}
+    kept = np.array([i for i, t in enumerate(trajectories) if t.group not in broken], np.int64)
+    advantages = rollout_advantages(trajectories, kept, config.trainer) if len(kept) else np.zeros(len(trajectories))
+    if config.save_support == "audited" and not (audited or broken):
         trajectories = [replace(t, completion=replace(t.completion, support=None)) for t in trajectories]
     save_rollout(rollout_file(folder, step), step, trajectories, advantages)
 

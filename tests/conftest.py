@@ -7,7 +7,10 @@ import tempfile
 import pytest
 from hypothesis import settings
 
-from experiments.cluster import ENVIRONMENT
+from experiments.cluster import stay_on_loopback
+
+os.environ.pop("RAY_ADDRESS", None)
+stay_on_loopback()  # before any test module imports Ray
 
 # The same examples on every machine, and no property is a timed test.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -16,12 +19,11 @@ settings.load_profile("fixed")
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    os.environ.update(ENVIRONMENT)
-    os.environ.pop("RAY_ADDRESS", None)
     import ray
 
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -44,3 +44,22 @@ def alive(mark: str) -> list[str]:
 
 def manifest(arm_dir: Path) -> dict:
     return json.loads((arm_dir / "manifest.json").read_text())
+
+
+def listening(mark: str) -> list[str]:
+    """Addresses on which processes with the mark listen for TCP; IPv4 as dotted, mapped ones too."""
+    inodes = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                inodes |= {os.readlink(link) for link in (entry / "fd").iterdir()}
+        except OSError:
+            continue
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # 0A: LISTEN
+                word = fields[1].partition(":")[0][-8:]  # the last 32 bits, in the machine's order
+                found.append(".".join(str(byte) for byte in reversed(bytes.fromhex(word))))
+    return found

@@ -61,6 +61,11 @@ class TrainerWorker:
         self.version = version
         return export(self.backend, version, dtype, self.config.bucket_mb)
 
+    def share(self, version: int, dtype: str) -> tuple[WeightManifest, list[ray.ObjectRef]]:
+        """`export` with the buckets in the object store."""
+        manifest, buckets = self.export(version, dtype)
+        return manifest, [ray.put(bucket) for bucket in buckets]
+
     def save(self, path: Path) -> None:
         checkpoint.save(self.backend, path, self.version)
 
@@ -101,9 +106,9 @@ class TrainerGroup:
         shared = trajectories if isinstance(trajectories, ray.ObjectRef) else ray.put(trajectories)
         return self._all("train", shared, temperature=temperature, step=step, probe=probe)[0]
 
-    def export(self, version: int, dtype: str) -> tuple[WeightManifest, list[Bucket]]:
-        """Rank 0's manifest and buckets; the arrays lie in the object store, read-only."""
-        return self._all("export", version, dtype)[0]
+    def share(self, version: int, dtype: str) -> tuple[WeightManifest, list[ray.ObjectRef]]:
+        """Rank 0's manifest, and a reference to each bucket; they live as long as the group."""
+        return self._all("share", version, dtype)[0]
 
     def save(self, path: Path) -> None:
         self._all("save", path)

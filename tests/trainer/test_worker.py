@@ -20,8 +20,9 @@ def test_a_group_of_actors_trains_like_a_worker_in_this_process(ray_cluster, tar
     assert 100 < found.pop("perf/train_rss_mb") < 1000
     expected.pop("perf/train_rss_mb")
     assert found == expected
-    manifest, buckets = group.export(1, "bfloat16")
+    manifest, shared = group.share(1, "bfloat16")
     assert manifest.digest == alone.export(1, "bfloat16")[0].digest
+    buckets = ray.get(shared)
     manifest.require_received(
         entries({name: from_array(array, "bfloat16") for bucket in buckets for name, array in bucket.items()})
     )

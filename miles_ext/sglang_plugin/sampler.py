@@ -60,7 +60,7 @@ def draw(probs: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
 
         return multinomial_with_seed(probs.double().log(), seeds, positions).view(-1).int()
     if probs.is_cuda:
-        # A race of exponentials: in float64 as exact as inverting the distribution function, in a third of the launches.
+        # A race of exponentials: in float64 as exact as inverting the distribution, in a third of the launches.
         return (probs / torch.empty_like(probs, dtype=torch.float64).exponential_()).argmax(-1).int()
     uniforms = torch.rand(len(probs), dtype=torch.float64, device=probs.device)
     # A row without a law gives -1; its status is INVALID, and token 0 keeps the embedding in range until it ends.

@@ -123,6 +123,14 @@ def test_an_uncommitted_request_keeps_nothing() -> None:
     assert not hasattr(req, "sc_rows")
 
 
+def test_uncommitted_positions_take_no_room() -> None:
+    step = Step([request("complete", 60), request("head", 5)], 3)
+    step.committed[:] = torch.tensor([1, 2])
+    mask = (torch.arange(BLOCK) < step.committed[:, None]).ravel()
+    lengths = pack(step.probs, step.tokens, mask, step.plan).flat[: 6 * BLOCK].view(-1, 3)[:, 0].tolist()
+    assert lengths == [5, 5, 0, 0, VOCABULARY, 0, 0, 0]  # head rows come first
+
+
 def test_overflow_is_flagged_and_empty_and_spares_its_neighbours() -> None:
     narrow, wide = request("complete", 3, top_k=6), request("complete", 60, top_k=6)
     step = Step([narrow, wide], 1)

@@ -15,8 +15,8 @@ from experiments.validate.settings import Context
 
 # In the order of the table; each is a module here with `rows(context) -> list[Row]`, and `start(context)` perhaps.
 ROWS = (
-    "filters", "alignment", "verifier", "reference", "law", "estimator", "centering", "control", "forwards", "refusals",
-    "handoff", "integration", "throughput",
+    "filters", "alignment", "verifier", "reference", "law", "estimator", "centering", "control", "forwards",
+    "collection", "refusals", "handoff", "integration", "throughput",
 )  # fmt: skip
 ENGINES = ("embedded",)
 PAGE = Path("docs/results/validation.md")
@@ -29,7 +29,8 @@ def main(
     """Run the named rows (all without a name), print them; 1 where a gate failed.
 
     json: where to write the machine form. cases: file for `filters` or `estimator`. The full table of all rows also
-    writes docs/results/validation.md. ValueError for a row or an engine that does not exist.
+    writes docs/results/validation.md; `mutate` breaks guarded lines instead and writes docs/results/mutations.md.
+    ValueError for a row or an engine that does not exist.
     """
     unknown = sorted(set(rows) - set(ROWS))
     if unknown:
@@ -38,6 +39,8 @@ def main(
         raise ValueError(f"engine is {engine!r}; accepted: {', '.join(ENGINES)}")
     if cases is not None and not (len(rows) == 1 and rows[0] in ("filters", "estimator") and cases.is_file()):
         raise ValueError(f"--cases {cases} needs one row, filters or estimator, and a file that exists")
+    if mutate:
+        return _mutate(engine, json)
     chosen = [name for name in ROWS if name in rows or not rows]
     command = _command(rows, engine, quick, json, cases)
     with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
@@ -47,6 +50,16 @@ def main(
         write_json(json, command, found)
     if not rows and not quick:
         write_page(PAGE, "Validation", __doc__ or "", document(command, found))
+    return int(not all(row.passed for row in found))
+
+
+def _mutate(engine: str, json: Path | None) -> int:
+    from experiments.validate.mutate import mutate
+
+    found = mutate(engine)
+    print_rows(found, "mutations")
+    if json is not None:
+        write_json(json, "python -m experiments validate --mutate", found)
     return int(not all(row.passed for row in found))
 
 

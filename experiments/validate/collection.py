@@ -83,7 +83,7 @@ def cases() -> Iterator[Case]:
     return (Case(*one) for one in product(ROUTES, DIALECTS, CAPTURES, ENDS))
 
 
-def collection(context: Context) -> list[Row]:
+def rows(context: Context) -> list[Row]:
     """The row and its controls: of DFlash2 when quick, of every arm otherwise."""
     arms: tuple[ArmKind, ...] = ("dflash2",) if context.quick else context.engines.arms
     return [row for arm in arms for row in _arm_rows(context, arm)]
@@ -115,10 +115,10 @@ def _arm_rows(context: Context, arm: ArmKind) -> list[Row]:
         _refuses(lambda reply=reply: reply.rows.check(np.array(reply.ids), model.vocab_size))
         for reply in moved.values()
     )
-    rows = sum(len(reply.rows) for reply in replies.values())
+    count = sum(len(reply.rows) for reply in replies.values())
     name = f"collection/{arm}"
     return [
-        all_of(name, total - len(failures), total, "; ".join(failures) or f"{rows} rows, each equal to the engine's"),
+        all_of(name, total - len(failures), total, "; ".join(failures) or f"{count} rows, each equal to the engine's"),
         all_of(f"{name}/control_shifted", by_contract, total, "control: rows shifted by one token are refused"),
         all_of(f"{name}/control_completions", completions, 4, "control: rows asked of /v1/completions get HTTP 400"),
         all_of(f"{name}/control_router", lost, 2, "control: fields that the router drops are missed by the client"),

@@ -55,7 +55,7 @@ class Model:
 
     def token_text(self, token: int) -> str:
         """Text of one id, special tokens included."""
-        return self._text.tokenizer.decode([token], skip_special_tokens=False) if self._text.tokenizer else ""
+        return self._text.tokenizer.decode([token], skip_special_tokens=True) if self._text.tokenizer else ""
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> NDArray[np.int32]:
         """Token ids of a rendered chat that asks for an answer. options: further names for the template."""

@@ -22,7 +22,7 @@ def context(scratch: Path) -> Context:
 
 
 def test_all_24_cases_hold_and_every_control_is_refused(tmp_path: Path) -> None:
-    rows = row.collection(context(tmp_path))
+    rows = row.rows(context(tmp_path))
     assert [(one.name, one.value) for one in rows] == [
         ("collection/dflash2", 24),
         ("collection/dflash2/control_shifted", 24),

@@ -27,7 +27,7 @@ def generate(served: Served, sampling: dict | None = None, **fields) -> dict:
     [
         ({}, {"capture": "head", "head_size": 32}),
         ({}, {"capture": "complete", "max_support": 512}),
-        ({"temperature": 0.7, "top_k": 16, "top_p": 0.9, "filter_order": "joint"}, {"max_support": 64}),
+        ({"temperature": 3.0, "top_k": 4, "top_p": 0.6, "filter_order": "joint"}, {"max_support": 64}),  # orders differ
     ],
 )
 def test_packed_rows_are_the_engines_own(served: Served, filters: dict, capture: dict) -> None:

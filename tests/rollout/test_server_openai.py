@@ -76,8 +76,13 @@ def test_completions_answer_texts_and_ids_alike(served: Served) -> None:
 
 
 def test_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+    for name in ("tokenizer_config.json", "config.json"):
         copy(TINY / "target" / name, tmp_path)
+    tokenizer = json.loads((TINY / "target" / "tokenizer.json").read_text())
+    pad = "<|PAD|>"  # put before every plain text, but not before a chat, whose template says what is special
+    tokenizer["post_processor"]["single"].insert(0, {"SpecialToken": {"id": pad, "type_id": 0}})
+    tokenizer["post_processor"]["special_tokens"][pad] = {"id": pad, "ids": [500], "tokens": [pad]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     model = Model(tmp_path, vocab_size=512, context_length=512)
     messages = [
@@ -90,6 +95,7 @@ def test_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **options
     )
     assert model.chat_ids(messages, options).tolist() == list(wanted)
+    assert model.encode("1").tolist() == [500, 1]
     with pytest.raises(RequestError, match="no tools here"):
         model.chat_ids([{"role": "tool", "content": "1"}], {})
 

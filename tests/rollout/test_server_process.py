@@ -15,6 +15,7 @@ from miles_ext.sglang_plugin.report import from_json
 from miles_ext.tensors import entries
 from rollout.embedded.checkpoint import read_tensors
 from rollout.server.__main__ import main
+from rollout.server.running import bind
 from tests.rollout.served import PROMPT, ROOT, TINY, Served, sc, serving
 
 
@@ -43,6 +44,11 @@ def test_the_command_serves_until_it_is_told_to_end() -> None:
         finally:
             process.kill()
     assert process.returncode in (0, -signal.SIGTERM)
+
+
+def test_two_servers_never_share_a_port() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(OSError, match="choose another"):
+        bind("127.0.0.1", first.getsockname()[1])
 
 
 def test_a_taken_port_is_one_clear_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

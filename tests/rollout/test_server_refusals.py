@@ -105,6 +105,7 @@ def test_generate_fields(served: Served, fields: dict[str, Any], reason: str) ->
         ({"min_p": 0.2}, "temperature, top_k and top_p only"),
         ({"custom_params": sc()}, "return_meta_info=true"),
         ({"return_sampling_mask": True}, "return_meta_info=true"),
+        ({"return_meta_info": True, "session_params": {"return_meta_info": True}}, "give it once"),
         ({"messages": []}, "messages"),
         ({"continue_final_message": True}, "new message"),
     ],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,7 +25,7 @@ from trainer.step import train_step
 
 
 class TrainerWorker:
-    """One rank. Every method but `ready` is collective: all ranks make the same calls in the same order."""
+    """One rank. Every method is collective: all ranks make the same calls in the same order."""
 
     def __init__(
         self, config: TrainerConfig, target: Path, seed: int, rank: int = 0, world_size: int = 1,
@@ -41,9 +42,6 @@ class TrainerWorker:
         self.config = config
         self.version = 0
         self.backend = TorchBackend(config, target, rank=rank, world_size=world_size)
-
-    def ready(self) -> bool:
-        return True
 
     def train(
         self, trajectories: Sequence[Trajectory], *, temperature: float, step: int = 0, probe: Path | None = None
@@ -78,25 +76,43 @@ class TrainerWorker:
         self.backend.save_hf(path)
 
 
+class _Rank:
+    """A worker in its own process, made by a call: what goes wrong is then raised as it is, not as a dead actor."""
+
+    def start(self, *arguments: Any) -> None:
+        self.worker = TrainerWorker(*arguments)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, method)(*args, **kwargs)
+
+
 class TrainerGroup:
-    """Creates `config.workers` actors and fans calls out to them. `close` when done."""
+    """Creates `config.workers` actors and fans calls out to them. `close` when done.
+
+    What a worker raises is raised here, as soon as any of them does.
+    """
 
     def __init__(self, config: TrainerConfig, target: Path, seed: int) -> None:
         bundle = {"CPU": config.cpus_per_worker, "GPU": config.gpus_per_worker}
         bundle = {name: amount for name, amount in bundle.items() if amount > 0}
         self.placement = placement_group([bundle] * config.workers, strategy="PACK")
-        ray.get(self.placement.ready())
-        address, port = "127.0.0.1", 0
-        if config.workers > 1:
-            address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
-        threads = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
-        self.workers: list[Any] = [
-            ray.remote(TrainerWorker)
-            .options(**self._place(rank, bundle), runtime_env=threads)
-            .remote(config, target, seed, rank, config.workers, address, port)
-            for rank in range(config.workers)
-        ]
-        ray.get([worker.ready.remote() for worker in self.workers])
+        self.workers: list[Any] = []
+        try:
+            ray.get(self.placement.ready())
+            address, port = "127.0.0.1", 0
+            if config.workers > 1:
+                address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
+            threads = {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}}
+            for rank in range(config.workers):
+                actor = ray.remote(_Rank).options(**self._place(rank, bundle), runtime_env=threads)
+                self.workers.append(actor.remote())
+            _gather(
+                worker.start.remote(config, target, seed, rank, config.workers, address, port)
+                for rank, worker in enumerate(self.workers)
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def train(
         self, trajectories: Sequence[Trajectory] | ray.ObjectRef, *, temperature: float, step: int = 0,
@@ -126,13 +142,26 @@ class TrainerGroup:
         remove_placement_group(self.placement)
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return ray.get([getattr(worker, method).remote(*args, **kwargs) for worker in self.workers])
+        return _gather(worker.call.remote(method, *args, **kwargs) for worker in self.workers)
 
     def _place(self, rank: int, resources: dict[str, float]) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
         return {
             "num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "scheduling_strategy": strategy,
         }  # fmt: skip
+
+
+def _gather(refs: Iterable[ray.ObjectRef]) -> list[Any]:
+    """Results in order. The first failure is raised at once: the peers of a failed rank may wait for it for ever."""
+    refs = list(refs)
+    pending = refs
+    try:
+        while pending:
+            done, pending = ray.wait(pending)
+            ray.get(done)
+    except RayTaskError as error:
+        raise error.cause from error
+    return ray.get(refs)
 
 
 def _free_address() -> tuple[str, int]:

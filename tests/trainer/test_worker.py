@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import ray
@@ -33,7 +35,18 @@ def test_a_group_of_actors_trains_like_a_worker_in_this_process(ray_cluster, tar
     assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 1000
 
     bad = [with_status(rollout[0], 0, Status.OVERFLOW), *rollout[1:]]
-    with pytest.raises(SupportError, match="trajectory 0 of prompt 0: support row 0 is OVERFLOW"):
+    with pytest.raises(SupportError, match="^trajectory 0 of prompt 0: support row 0 is OVERFLOW"):
         group.train(bad, temperature=1.0)
     assert np.isfinite(group.train(rollout, temperature=1.0)["train/loss"])
     group.close()
+
+
+@pytest.mark.ray
+def test_a_model_that_cannot_be_loaded_is_named_and_leaves_nothing_behind(ray_cluster, tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path} is no Hugging Face folder"):
+        TrainerGroup(TrainerConfig(cpus_per_worker=2), tmp_path, 0)
+    for _ in range(100):  # Ray frees resources a moment after the call
+        if ray.available_resources().get("CPU", 0) == 2:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"resources are still taken: {ray.available_resources()}")

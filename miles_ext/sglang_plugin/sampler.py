@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_ext.law import law, sample
+from miles_ext.law import sample
+from miles_ext.sglang_plugin.batch_law import batch_law
 from miles_ext.sglang_plugin.pack import pack
 from miles_ext.sglang_plugin.plan import plan_for
 from miles_ext.sglang_plugin.rows import DeviceRows
-from miles_ext.sglang_plugin.settings import read_settings
 
 
 def around_forward(
@@ -35,7 +35,7 @@ def around_forward(
         )
     plan = plan_for(info)
     logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
-    probs = law(logits, plan.temperature, plan.top_k, plan.top_p, read_settings().filter_order)
+    probs = batch_law(logits, plan.temperature, plan.top_k, plan.top_p)
     ids = draw(probs, info.sampling_seed, positions)
     if return_logprob:
         _attach_logprobs(sampler, logits_output, logits, info, top_logprobs_nums, token_ids_logprobs, ids)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_ext.law import law
+from miles_ext.sglang_plugin.batch_law import batch_law
 from miles_ext.sglang_plugin.pack import pack
 from miles_ext.sglang_plugin.plan import BatchPlan, plan_for
 from miles_ext.sglang_plugin.refusal import DeviceRefusal
@@ -39,8 +39,7 @@ def target_probs(
     use_sparse_topk: bool = True,
 ) -> Tensor:
     """The law of every verified position, float32 [bs, draft_token_num, v]. Stands in for sglang's own filters."""
-    temperature, top_k, top_p = plan_for(sampling_info).repeat(draft_token_num)
-    probs = law(next_token_logits, temperature, top_k, top_p, read_settings().filter_order)
+    probs = batch_law(next_token_logits, *plan_for(sampling_info).repeat(draft_token_num))
     if _step is not None:
         _step.probs = probs
     return probs.view(bs, draft_token_num, -1)

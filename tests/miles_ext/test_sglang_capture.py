@@ -9,6 +9,7 @@ import torch
 
 from miles_ext.law import head, law, pack_support, sample
 from miles_ext.records import Commit, Status, SupportRows
+from miles_ext.sglang_plugin import batch_law
 from miles_ext.sglang_plugin import pack as packing
 from miles_ext.sglang_plugin.pack import pack
 from miles_ext.sglang_plugin.plan import COMPLETE, HEAD, OFF, plan_of
@@ -121,6 +122,15 @@ def test_an_uncommitted_request_keeps_nothing() -> None:
     req = request("complete", 60, top_k=4)
     Step([req], 0).run(visible=[0])
     assert not hasattr(req, "sc_rows")
+
+
+def test_a_large_batch_is_filtered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request("complete", 60, top_k=k, top_p=0.9, temperature=0.5 + k / 10) for k in range(1, 8)]
+    arrays = plan_of(requests).repeat(1)
+    logits = torch.randn(7, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    whole = batch_law.batch_law(logits, *arrays)
+    monkeypatch.setattr(batch_law, "CHUNK", 2 * VOCABULARY + 1)
+    assert torch.equal(batch_law.batch_law(logits, *arrays), whole)
 
 
 def test_uncommitted_positions_take_no_room() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from miles_ext.law import law, sample
 from miles_ext.sglang_plugin import verifier
 from miles_ext.sglang_plugin.verifier import VerifyStep
+from miles_ext.sglang_plugin.worker import verifier_implementation
 from tests.sglang_cpu.stand_ins import request, sampling_info
 
 pytestmark = [pytest.mark.sglang, pytest.mark.cuda, pytest.mark.usefixtures("plugin")]
@@ -67,6 +68,11 @@ class Verify:
 
 def poor_draft(vocabulary: int) -> Tensor:
     return torch.softmax(torch.randn(BLOCK - 1, vocabulary), -1)
+
+
+@pytest.mark.parametrize("kind", ["target_only", "chain"])
+def test_the_kernels_are_those_that_sglang_ships(kind: Any) -> None:
+    assert verifier_implementation(kind) == "production"
 
 
 @pytest.mark.parametrize("kind", ["target_only", "chain"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from experiments.evidence import Row, must_fail
 from experiments.validate.settings import Context
 from miles_ext.capability import ArmKind
+from miles_ext.records import Completion, SupportRows
 from miles_ext.sampling import SamplingSpec
 from rollout.engine import Request
 
@@ -19,7 +21,7 @@ THRESHOLD, CONTROL = 1e-4, 1e-9
 # Two uncertain places of one response. The spread model's blocks hold 4 tokens and the first token comes from the
 # prefill: place 1 opens a block, and place 5 always lies in a later one.
 PLACES = (1, 5)
-BINS, MIN_EXPECTED = 6, 8.0
+BINS, MIN_EXPECTED, PLACE_BINS = 6, 8.0, 50
 LAWS: dict[str, dict[str, Any]] = {
     "T1": {},
     "T0.7 k8 p0.9 top_k_first": {"temperature": 0.7, "top_k": 8, "top_p": 0.9},
@@ -46,33 +48,70 @@ def rows(context: Context) -> list[Row]:
             if name == CONTROL_LAW:
                 broken = judge(f"law/control_{arm}", draw(context, arm, fields, count, stream, True), pooled, CONTROL)
                 found.append(must_fail(broken, "bonus drawn from the target's law after a rejection, poor draft"))
-    return found
+    return found + [row for arm in context.engines.arms for row in calibration(context, arm, count)]
+
+
+def calibration(context: Context, arm: ArmKind, count: int) -> list[Row]:
+    """Whether tokens are drawn from the very laws that are recorded beside them.
+
+    A token's place in its recorded distribution function, spread over the token's own step, is uniform in [0, 1).
+    """
+    spec = SamplingSpec(**LAWS[CONTROL_LAW], capture="complete")
+    completions = generate(context, arm, spec, count, stream=90 + context.engines.arms.index(arm))
+    laws = SupportRows.concatenate([completion.support for completion in completions if completion.support is not None])
+    tokens = np.concatenate([completion.response_ids for completion in completions])
+    judged = []
+    for name, power, limit in (("calibration", 1.0, THRESHOLD), ("control_calibration", 1.25, CONTROL)):
+        row = np.repeat(np.arange(len(laws)), laws.lengths)
+        likeliest_first = np.lexsort((-laws.logprobs, row))  # ordered so, a law that is too sharp or too flat shows
+        q = np.exp(power * laws.logprobs[likeliest_first].astype(np.float64))
+        total, above = np.bincount(row, q), np.cumsum(q)
+        hit = np.flatnonzero(laws.token_ids[likeliest_first] == tokens[row])
+        before = above[hit] - q[hit] - (np.cumsum(total) - total)
+        place = (before + np.random.default_rng(17).random(len(hit)) * q[hit]) / total
+        counts = np.bincount((place * PLACE_BINS).astype(int).clip(0, PLACE_BINS - 1), minlength=PLACE_BINS)
+        chi2 = float(((counts - len(hit) / PLACE_BINS) ** 2).sum() * PLACE_BINS / len(hit))
+        judged.append(
+            _row(f"law/{name}_{arm}", chi2, PLACE_BINS - 1, limit, f"{len(hit):,} tokens in their recorded laws")
+        )
+    return [judged[0], must_fail(judged[1], "recorded laws sharpened by a quarter")]
 
 
 def draw(
     context: Context, arm: ArmKind, fields: dict[str, Any], count: int, stream: int, broken: bool = False
 ) -> Pairs:
-    """Tokens at `PLACES` of `count` responses to one prompt, int64 [count, 2]; each stream has seeds of its own."""
+    """Tokens at `PLACES` of `count` responses to one prompt, int64 [count, 2]."""
+    completions = generate(context, arm, SamplingSpec(**fields, capture="off"), count, stream, broken)
+    return np.stack([completion.response_ids for completion in completions])[:, PLACES].astype(np.int64)
+
+
+def generate(
+    context: Context, arm: ArmKind, spec: SamplingSpec, count: int, stream: int, broken: bool = False
+) -> list[Completion]:
+    """`count` responses to one prompt; each stream has seeds of its own."""
     engine = context.engines.open(arm, "spread", max_concurrency=512, context_length=16)
     prompt = np.array([3, 141, 59, 26], np.int32)
     requests = [
         Request(
             request_id=str(i), prompt_ids=prompt, max_new_tokens=max(PLACES) + 1,
-            spec=SamplingSpec(**fields, capture="off", seed=(stream << 32) + i),
+            spec=replace(spec, seed=(stream << 32) + i),
         )
         for i in range(count)
     ]  # fmt: skip
     with context.engines.broken_bonus(engine) if broken else nullcontext():
-        responses = np.stack([completion.response_ids for completion in engine.generate(requests)])
+        completions = engine.generate(requests)
     engine.close()
-    return responses[:, PLACES].astype(np.int64)
+    return completions
 
 
 def judge(name: str, pairs: Pairs, pooled: Pairs, threshold: float) -> Row:
     chi2, freedom = chi_square(pairs, pooled)
+    return _row(name, chi2, freedom, threshold, f"{len(pairs):,} samples against {len(pooled):,} regular")
+
+
+def _row(name: str, chi2: float, freedom: int, threshold: float, about: str) -> Row:
     p = float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(chi2 / 2)))
-    detail = f"chi2 {chi2:.1f} on {freedom}, {len(pairs):,} samples against {len(pooled):,} regular"
-    return Row(name, p, "p", f"> {threshold:g}", p > threshold, detail)
+    return Row(name, p, "p", f"> {threshold:g}", p > threshold, f"chi2 {chi2:.1f} on {freedom}, {about}")
 
 
 def chi_square(pairs: Pairs, pooled: Pairs) -> tuple[float, int]:

@@ -168,13 +168,16 @@ def handoff_rows(arm_dir: Path) -> list[Row]:
 
 
 def training_rows(arm_dir: Path) -> list[Row]:
-    """Gradients are finite and not zero, metrics are finite, and centering is at work where the config claims it."""
+    """Gradients are finite, and zero only where no reward told one answer from another; metrics are finite, and
+    centering is at work where the config claims it."""
     series = read_metrics(arm_dir)
-    norms = np.array(list(series["train/grad_norm"].values()))
-    good = int((np.isfinite(norms) & (norms > 0)).sum())
+    taught = {rollout.step: bool(rollout.advantages.any()) for rollout in map(load_rollout, rollout_files(arm_dir))}
+    norms = np.array([series["train/grad_norm"][step] for step in taught])
+    held = np.isfinite(norms) & ((norms > 0) == np.array(list(taught.values())))
     bad = int(sum(series.get("non_finite", {}).values()))
+    detail = f"norms {norms.min():.4g} to {norms.max():.4g}; {sum(taught.values())} steps with differing rewards"
     rows = [
-        all_of("gradients", good, len(norms), f"norms {norms.min():.4g} to {norms.max():.4g}", "steps"),
+        all_of("gradients", int(held.sum()) if any(taught.values()) else 0, len(norms), detail, "steps"),
         Row("finite_metrics", bad, "non-finite", "0", bad == 0),
     ]
     claimed = settings_of(arm_dir)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles_ext.sglang_plugin import verifier
 from miles_ext.sglang_plugin.rows import encode
 from miles_ext.sglang_plugin.settings import ORDER_VARIABLE
 from miles_ext.wire import unpack
@@ -88,30 +89,47 @@ def test_target_only_verifier(case: dict[str, Any]) -> None:
     assert_law(seen["probs"], case)
 
 
-def test_chain_verifier(case: dict[str, Any]) -> None:
-    from sglang.kernels.ops.speculative.dspark import dspark_accept
-
+def test_chain_verifier(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([case["logits"]] * (2 * BLOCK), dtype=torch.float32)
     info = sampling_info([case_request(case)] * 2, logits.shape[1])
+    flags = info.need_top_k_sampling, info.need_top_p_sampling
+    step, seen, bonus = run_chain(logits, info, bonus=0, monkeypatch=monkeypatch)
+    assert_law(seen, case)
+    assert step.probs is not None and torch.equal(step.probs.view_as(seen), seen)  # what the capture will pack
+    assert (info.need_top_k_sampling, info.need_top_p_sampling) == flags
+
+
+def test_a_bonus_outside_the_support_is_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * (2 * BLOCK))
+    info = sampling_info([request(top_k=2)] * 2, 4)
+    assert run_chain(logits, info, bonus=3, monkeypatch=monkeypatch)[2].tolist() == [1, 1]
+    assert run_chain(logits, info, bonus=2, monkeypatch=monkeypatch)[2].tolist() == [2, 2]
+
+
+def run_chain(
+    logits: torch.Tensor, info: Any, bonus: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[verifier.VerifyStep, torch.Tensor, torch.Tensor]:
+    """The accept step, the law that the kernel was given, and the bonus tokens; the kernel draws `bonus` at once."""
+    from sglang.kernels.ops.speculative.dspark import dspark_accept
+
     seen: dict[str, torch.Tensor] = {}
 
     def kernel(**arguments: Any) -> None:
         seen["probs"] = arguments["target_probs"].clone()
         arguments["accept_token_num"].zero_()
         arguments["accept_index"].zero_()
-        arguments["predicts"].zero_()
+        arguments["predicts"].fill_(bonus)
 
-    flags = info.need_top_k_sampling, info.need_top_p_sampling
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dspark_accept, "chain_speculative_sampling_triton", kernel)
-        dspark_accept.accept_sampling(
-            candidates=torch.zeros(2, BLOCK, dtype=torch.int64), target_logits=logits,
-            draft_probs=torch.zeros(2, BLOCK - 1, logits.shape[1]), sampling_info=info,
-            draft_input=SimpleNamespace(max_top_k=None, uniform_top_k_value=None), gamma=BLOCK - 1,
-            verify_num_draft_tokens=BLOCK,
-        )  # fmt: skip
-    assert_law(seen["probs"], case)
-    assert (info.need_top_k_sampling, info.need_top_p_sampling) == flags
+    step = verifier.VerifyStep()
+    monkeypatch.setattr(dspark_accept, "chain_speculative_sampling_triton", kernel)
+    monkeypatch.setattr(verifier, "_step", step)
+    _, drawn, _ = dspark_accept.accept_sampling(
+        candidates=torch.zeros(2, BLOCK, dtype=torch.int64), target_logits=logits,
+        draft_probs=torch.zeros(2, BLOCK - 1, logits.shape[1]), sampling_info=info,
+        draft_input=SimpleNamespace(max_top_k=None, uniform_top_k_value=None), gamma=BLOCK - 1,
+        verify_num_draft_tokens=BLOCK,
+    )  # fmt: skip
+    return step, seen["probs"], drawn
 
 
 def test_stock_speculative_mask(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

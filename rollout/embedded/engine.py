@@ -10,26 +10,23 @@ from typing import get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from miles_ext.capability import FILTERED_PATCHES, VERIFIER_OF, ArmKind, EngineCapability
 from miles_ext.errors import CheckpointError, RequestError, WeightError
-from miles_ext.records import Commit, Completion, FinishReason, SpecCounters, Status, SupportKind, SupportRows
+from miles_ext.records import Commit, Completion, FinishReason, SpecCounters, SupportRows
 from miles_ext.sampling import FilterOrder, SamplingSpec
 from miles_ext.tensors import digest, dtype_name
 from miles_ext.weights import HandoffReport, WeightManifest
-from rollout.embedded.arms import DFlash, DFlash2, Regular, Step
-from rollout.embedded.batch import Batch, Reason, commit_kinds
-from rollout.embedded.capture import SupportLog
+from rollout.embedded.arms import DFlash, DFlash2, Regular
+from rollout.embedded.batch import Batch, Reason
 from rollout.embedded.decoder import Decoder
 from rollout.embedded.draft import Draft
 from rollout.embedded.handoff import draft_digest, replace_weights
-from rollout.embedded.laws import BatchLaw
+from rollout.embedded.session import Session
 from rollout.embedded.text import Text
 from rollout.engine import Bucket, Request
 
 _FINISH: dict[Reason, FinishReason] = {Reason.STOP: "stop", Reason.LENGTH: "length", Reason.ABORT: "abort"}
-_GREEDY_HEAT = 0.02  # drafts for a greedy request are sampled nearly greedily; the target's law is exact anyway
 
 
 class EmbeddedEngine:
@@ -115,6 +112,15 @@ class EmbeddedEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See `rollout.engine.Engine`."""
+        if not requests:
+            return []
+        session = self.start(requests)
+        while session.advance():
+            pass
+        return self.finish(session)
+
+    def start(self, requests: Sequence[Request]) -> Session:
+        """A session that decodes one step a call. It owns the caches: finish one before the next starts."""
         for request in requests:
             request.require(self.vocab_size, self.context_length)
             if request.stop_strings and (self.text.tokenizer is None or "" in request.stop_strings):
@@ -122,8 +128,6 @@ class EmbeddedEngine:
                     f"request {request.request_id}: stop strings {request.stop_strings} must not be empty and need a "
                     "tokenizer.json beside the target; mend them or use stop_ids"
                 )
-        if not requests:
-            return []
         batch = Batch(
             requests,
             context_length=self.context_length,
@@ -132,12 +136,12 @@ class EmbeddedEngine:
             purposes=self.arm.purposes,
             text=self.text,
         )
-        run = _Run(self.arm, batch)
-        with torch.inference_mode():
-            while batch.unfinished:
-                run.prefill()
-                run.step()
-        return self._completions(run)
+        return Session(self.arm, batch)
+
+    def finish(self, session: Session) -> list[Completion]:
+        """Completions of a session that has nothing left to do."""
+        support = session.support()
+        return [self._completion(session.batch, i, support[i]) for i in range(len(support))]
 
     def update_weights(self, manifest: WeightManifest, buckets: Iterable[Bucket]) -> HandoffReport:
         """See `rollout.engine.Engine`. No request is in flight, so no cached key or value outlives its weights."""
@@ -160,129 +164,23 @@ class EmbeddedEngine:
         """Drop weights and caches."""
         del self.arm, self.draft, self.target
 
-    def _completions(self, run: _Run) -> list[Completion]:
-        batch = run.batch
-        support = run.support()
-        done = []
-        for i, request in enumerate(batch.requests):
-            length = int(batch.length[i])
-            ids = batch.tokens[i, :length].copy()
-            done.append(
-                Completion(
-                    prompt_ids=request.prompt_ids,
-                    response_ids=ids,
-                    support=support[i],
-                    commit=batch.commits[i, :length].copy(),
-                    weight_version=np.full(length, self.weight_version, np.int64),
-                    finish_reason=_FINISH[Reason(batch.reason[i])],
-                    text=self.text.trimmed(ids, request.stop_strings),
-                    spec=SpecCounters(
-                        live_steps=int(batch.steps[i]),
-                        proposed=int(batch.steps[i]) * (batch.width - 1),
-                        accepted=int((batch.commits[i, :length] == Commit.DRAFT).sum()),
-                    ),
-                    engine_id=self.engine_id,
-                    draft_digest=self._draft_digest,
-                )
-            )
-        return done
-
-
-class _Run:
-    """One call of `generate`: moves arrays between the batch (host) and the arm (device)."""
-
-    def __init__(self, arm: Regular, batch: Batch) -> None:
-        self.arm, self.batch = arm, batch
-        self.device = arm.target.device
-        specs = [request.spec for request in batch.requests]
-        self.law = BatchLaw(specs)
-        self.heat = np.array([spec.temperature or _GREEDY_HEAT for spec in specs])
-        self.logs: list[tuple[SupportLog, NDArray[np.bool_] | None]] = []  # None: every request is of this kind
-        head_sizes = np.array([spec.head_size for spec in specs], np.int64)
-        kinds: tuple[SupportKind, ...] = ("complete", "head")
-        for kind in kinds:
-            mine = np.array([spec.capture == kind for spec in specs])
-            if mine.any():
-                self.logs.append((SupportLog(kind, head_sizes, batch.tokens), None if mine.all() else mine))
-        self.caps_bind = bool((batch.support_cap < arm.target.config.vocab_size).any())
-        self.kinds = commit_kinds(arm.width)
-
-    def prefill(self) -> None:
-        """Admit waiting requests and commit their first tokens."""
-        batch, new = self.batch, self.batch.admit()
-        if not len(new):
-            return
-        slots = slice(len(batch.live) - len(new), len(batch.live))
-        lengths = batch.prompt_length[new]
-        tokens = np.zeros((len(new), lengths.max()), np.int64)
-        for row, request in enumerate(new):
-            tokens[row, : lengths[row]] = batch.requests[request].prompt_ids
-        positions = np.arange(tokens.shape[1])
-        positions = np.where(positions < lengths[:, None], positions, -1)
-        logits = self.arm.prefill(self.put(tokens), self.put(positions), self.put(lengths - 1), slots)
-        probs = self.law(logits, new)
-        drawn = self.arm.first(probs, self.put(batch.draws(slots)))
-        kinds = np.full((len(new), 1), Commit.PREFILL, np.uint8)
-        self.commit(new, Step(probs, drawn), kinds)
-        self.release()
-
-    def step(self) -> None:
-        """Commit what one step of the arm yields for every live request."""
-        batch = self.batch
-        rows = batch.live
-        if not len(rows):
-            return
-        slots = slice(0, len(rows))
-        starts = batch.prompt_length[rows] + batch.length[rows] - 1
-        step = self.arm.step(
-            self.put(batch.last[rows]),
-            self.put(starts),
-            slots,
-            int(starts.max()) + 1,
-            self.put(batch.draws(slots)),
-            self.put(self.heat[rows]),
-            lambda logits: self.law(logits, rows),
+    def _completion(self, batch: Batch, i: int, support: SupportRows | None) -> Completion:
+        request, length = batch.requests[i], int(batch.length[i])
+        ids, commit = batch.tokens[i, :length].copy(), batch.commits[i, :length].copy()
+        steps = int(batch.steps[i])
+        return Completion(
+            prompt_ids=request.prompt_ids,
+            response_ids=ids,
+            support=support,
+            commit=commit,
+            weight_version=np.full(length, self.weight_version, np.int64),
+            finish_reason=_FINISH[Reason(batch.reason[i])],
+            text=self.text.trimmed(ids, request.stop_strings),
+            spec=SpecCounters(
+                live_steps=steps,
+                proposed=steps * (batch.width - 1),
+                accepted=int((commit == Commit.DRAFT).sum()),
+            ),
+            engine_id=self.engine_id,
+            draft_digest=self._draft_digest,
         )
-        self.commit(rows, step, None)
-        self.release()
-
-    def commit(self, rows: NDArray[np.int64], step: Step, kinds: NDArray[np.uint8] | None) -> None:
-        batch, probs = self.batch, step.probs
-        # The one transfer of a step: tokens, counts and, where a cap may bind, the size of each support.
-        report = [step.verdict.tokens, step.verdict.counts[:, None]]
-        if self.caps_bind:
-            report.append((probs > 0).sum(-1))
-        host = torch.cat(report, 1).cpu().numpy()
-        width = probs.shape[1]
-        tokens, counts = host[:, :width], host[:, width]
-        sizes = host[:, width + 1 :] if self.caps_bind else None
-        if kinds is None:
-            kinds = self.kinds[counts]
-            batch.steps[rows] += 1
-        start, keep = batch.commit(rows, tokens, counts, kinds, sizes)
-        recorded = keep - (batch.status[rows] != Status.OK)
-        for log, mine in self.logs:
-            log.add(probs, rows, start, recorded if mine is None else recorded * mine[rows])
-
-    def release(self) -> None:
-        """Close the gaps that finished responses leave."""
-        batch = self.batch
-        invalid = np.flatnonzero(batch.status[batch.live] == Status.INVALID)
-        if len(invalid):
-            self.arm.clear(self.put(invalid))
-        sources, targets = batch.release()
-        if len(sources):
-            length = int((batch.prompt_length[batch.live] + batch.length[batch.live]).max())
-            self.arm.move(self.put(sources), self.put(targets), length)
-
-    def put(self, array: NDArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def support(self) -> list[SupportRows | None]:
-        """Support rows of every request, None where capture was off."""
-        found: list[SupportRows | None] = [None] * len(self.batch.requests)
-        for log, mine in self.logs:
-            rows = log.rows(self.batch.status)
-            for i in range(len(found)) if mine is None else np.flatnonzero(mine):
-                found[i] = rows[i]
-        return found

@@ -62,15 +62,16 @@ def encode(message: tuple[str, NDArray[np.int32], NDArray[np.int32]]) -> dict[st
 class DeviceRows:
     """sglang's DeviceAuxiliaryOutput: it copies the rows beside the step's own results and consumes them after commit.
 
-    committed: int32 [requests] tokens that a verify step committed, or None for one token a request.
+    committed: int32 [requests], tokens that a verify step committed; None for a step that samples one a request.
     """
 
     def __init__(self, packed: Packed, committed: torch.Tensor | None, block: int) -> None:
-        self.packed, self.committed, self.block = packed, committed, block
+        self.packed, self.block, self.verified = packed, block, committed is not None
+        # Joined here, on the stream that made both: the copy may run on another.
+        self.flat = packed.flat if committed is None else torch.cat([packed.flat, committed.int()])
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> HostRows:
-        flat = self.packed.flat if self.committed is None else torch.cat([self.packed.flat, self.committed.int()])
-        return HostRows(copy_tensor(flat), self.packed, self.block, self.committed is not None)
+        return HostRows(copy_tensor(self.flat), self.packed, self.block, self.verified)
 
 
 class HostRows:

@@ -23,6 +23,7 @@ def test_the_digest_does_not_depend_on_order(sizes, random):
     [
         {"a": replace(ENTRY, shape=(3, 2))},
         {"a": replace(ENTRY, shape=(6,))},
+        {"a": replace(ENTRY, shape=(23,))},
         {"a": replace(ENTRY, dtype="bfloat16")},
         {"a": replace(ENTRY, digest=tensor_digest(b"some byteS"))},
         {"b": ENTRY},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+terminations: list[int] = []  # signals received
 BENCHES = ("rollout", "estimator", "handoff")
 OVERRIDES = """settings:
   --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';
@@ -30,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(arguments)
     try:
         args.overrides = parse_overrides(rest, parser, args.command in ("run", "submit"))
-        signal.signal(signal.SIGTERM, _exit_on_signal)
+        signal.signal(signal.SIGTERM, _terminate)
         return args.act(args)
     except KeyboardInterrupt:
         print("interrupted; finished work is on disk", file=sys.stderr)
-        return 130
+        return 128 + (terminations or [signal.SIGINT])[0]
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
@@ -85,6 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     audit = command("audit", "check a finished run again, from its files alone", audit_command)
     audit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    bundle = command("bundle", "pack a finished run with its manifests and print one SHA-256 over all", bundle_command)
+    bundle.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report = command("report", "compare the arms of a run again and write its report.html", report_command)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
@@ -174,6 +177,14 @@ def audit_command(args: argparse.Namespace) -> int:
     return audit(args.run_dir)
 
 
+def bundle_command(args: argparse.Namespace) -> int:
+    from experiments.artifacts import bundle
+
+    archive, digest = bundle(args.run_dir)
+    print(f"{digest}  {archive}")
+    return 0
+
+
 def report_command(args: argparse.Namespace) -> int:
     from experiments.report import write_report
 
@@ -194,9 +205,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=118)
 
 
-def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Unwind as after Ctrl-C: actors are ended, files closed, the manifest written."""
     del frame
-    raise SystemExit(128 + number)  # unwinds: actors are ended, files closed, the manifest written
+    terminations.append(number)  # Ray raises a plain KeyboardInterrupt of its own, whatever is raised here
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

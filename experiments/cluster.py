@@ -121,25 +121,30 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
     """End the head and wait until every process that it started is gone."""
     process.terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while (process.poll() is None or _marked(mark)) and time.monotonic() < deadline:
+    while (process.poll() is None or _family(process.pid, mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for straggler in _marked(mark):
+    for straggler in _family(process.pid, mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(straggler, signal.SIGKILL)
     process.kill()
     process.wait()
 
 
-def _marked(mark: str) -> list[int]:
-    """Process ids whose environment carries the mark (Linux; elsewhere Ray's own clean-up has to do)."""
+def _family(head: int, mark: str) -> list[int]:
+    """Process ids that the head started, directly or not (Linux; elsewhere Ray's own clean-up has to do).
+
+    Ray's workers overwrite their environment with their title but stay in the head's session; the processes of a job
+    leave the session but keep their environment.
+    """
     wanted, found = f"{_MARK}={mark}".encode(), []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            environment = entry.read_bytes()
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            ours = int(session) == head or wanted in (entry / "environ").read_bytes().split(b"\0")
         except OSError:  # gone meanwhile, or another user's
             continue
-        if wanted in environment.split(b"\0"):
-            found.append(int(entry.parent.name))
+        if ours and state != "Z":
+            found.append(int(entry.name))
     return found
 
 
@@ -168,25 +173,36 @@ def session(cpus: float) -> Iterator[None]:
     """
     import ray
 
-    address = os.environ.get("RAY_ADDRESS")
+    address, on_terminate = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
     folder = None if address else Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    quiet = {"logging_level": logging.ERROR, "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}}}
+    if address:
+        _require_answer(address)
+        ray.init(**quiet)
+    else:
+        own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": str(folder)}
+        ray.init(address="local", **own, **quiet)
     try:
-        quiet = {"logging_level": logging.ERROR, "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}}}
-        if folder is None:
-            ray.init(**quiet)
-        else:
-            own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": str(folder)}
-            ray.init(address="local", **own, **quiet)
-    except ConnectionError as error:
-        raise ValueError(
-            f"no Ray cluster at RAY_ADDRESS={address}; accepted: HOST:PORT of a running head; correct or unset it"
-        ) from error
-    try:
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in place, which aborts
         yield
     finally:
         ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_answer(address: str) -> None:
+    """ValueError where nothing listens at RAY_ADDRESS: Ray would try again for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:  # `auto`: Ray looks for a head of this machine itself
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no Ray cluster at RAY_ADDRESS={address} ({error}); accepted: HOST:PORT of a running head; correct or "
+            "unset it"
+        ) from error
 
 
 def require_room(config: ExperimentConfig) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -13,53 +17,65 @@ SMALL = [
     "--task.prompts", "4", "--task.samples", "4", "--task.eval_problems", "8", "--rollout.max_concurrency", "16",
     "--rollout.cpus_per_worker", "0.5", "--trainer.cpus_per_worker", "0.5",
 ]  # fmt: skip
-MARK = "MILES_EXT_TEST_MARK"
 
 
-def environment(mark: str = "") -> dict[str, str]:
-    """No Ray of somebody else, and a mark that every child inherits."""
+def environment() -> dict[str, str]:
+    """No Ray of somebody else."""
     drop = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "WANDB_MODE", "COLUMNS"}
-    return {k: v for k, v in os.environ.items() if k not in drop} | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    return {key: value for key, value in os.environ.items() if key not in drop} | {"OMP_NUM_THREADS": "1"}
 
 
-def call(*arguments: str | Path, mark: str = "", timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def call(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "experiments", *map(str, arguments)]
     return subprocess.run(
-        command, cwd=ROOT, env=environment(mark), capture_output=True, text=True, timeout=timeout, check=False,
+        command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True, timeout=280, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-def alive(mark: str) -> list[str]:
-    """Command lines of processes that carry the mark: what a call left behind."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
 
 
 def manifest(arm_dir: Path) -> dict:
     return json.loads((arm_dir / "manifest.json").read_text())
 
 
-def listening(mark: str) -> list[str]:
-    """Addresses on which processes with the mark listen for TCP; IPv4 as dotted, mapped ones too."""
-    inodes = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                inodes |= {os.readlink(link) for link in (entry / "fd").iterdir()}
-        except OSError:
-            continue
-    found = []
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fails where the block leaves a process: orphans of its children become ours."""
+    before = descendants()
+    yield
+    deadline = time.monotonic() + 5
+    while (left := descendants() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+
+
+def descendants() -> set[int]:
+    """Live processes below this one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(entry.parent.name)] = int(parent)
+    found: set[int] = set()
+    while new := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
+        found |= new
+    return found
+
+
+def listening() -> set[str]:
+    """Addresses on which processes below this one listen for TCP; IPv4 as dotted, mapped ones too."""
+    inodes: set[str] = set()
+    for pid in descendants():
+        with contextlib.suppress(OSError):
+            inodes |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # 0A: LISTEN
                 word = fields[1].partition(":")[0][-8:]  # the last 32 bits, in the machine's order
-                found.append(".".join(str(byte) for byte in reversed(bytes.fromhex(word))))
+                found.add(".".join(str(byte) for byte in reversed(bytes.fromhex(word))))
     return found
+
+
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of what we start become our children

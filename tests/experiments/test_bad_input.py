@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from experiments.__main__ import main
 from rollout.config import RolloutConfig
 from rollout.worker import RolloutWorker
-from tests.experiments.cli import SMALL, alive, call, manifest
+from tests.experiments.cli import SMALL, call, manifest, nothing_left_behind
 
 QUICKSTART = Path("experiments/configs/quickstart.yaml")
 TINY = Path("experiments/models/tiny")
@@ -59,12 +59,18 @@ def test_an_address_where_no_ray_answers_is_named_soon():
     assert time.monotonic() - started < 60
 
 
+def test_a_ray_address_where_nothing_listens_is_named_soon(tmp_path):
+    done = call("run", QUICKSTART, "--output_dir", tmp_path, RAY_ADDRESS="127.0.0.1:9")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:9" in done.stderr and "correct or unset it" in done.stderr
+
+
 @pytest.mark.ray
 def test_a_cluster_that_is_too_small_is_refused_not_waited_for(tmp_path):
-    done = call("run", QUICKSTART, "--trainer.gpus_per_worker", "1", "--output_dir", tmp_path, mark=str(tmp_path))
+    with nothing_left_behind():
+        done = call("run", QUICKSTART, "--trainer.gpus_per_worker", "1", "--output_dir", tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "error: an arm needs 1 GPU and the cluster has 0; add nodes, or lower" in done.stderr
-    assert alive(str(tmp_path)) == []
 
 
 def unfit_drafts(folder: Path) -> dict[str, Path]:
@@ -96,10 +102,11 @@ def unfit_drafts(folder: Path) -> dict[str, Path]:
 def test_a_draft_that_does_not_fit_fails_its_arm_and_the_others_work_is_kept(tmp_path):
     drafts = unfit_drafts(tmp_path)
     arms = [{"name": "regular", "kind": "regular"}, {"name": "unfit", "kind": "dflash2"}]
-    done = call(
-        "run", QUICKSTART, "--arms", json.dumps(arms), "--model.draft", drafts["wrong vocabulary"], "--steps", "1",
-        "--name", "kept", "--output_dir", tmp_path, "--wandb_mode", "disabled", *SMALL, mark=str(tmp_path),
-    )  # fmt: skip
+    with nothing_left_behind():
+        done = call(
+            "run", QUICKSTART, "--arms", json.dumps(arms), "--model.draft", drafts["wrong vocabulary"], "--steps", "1",
+            "--name", "kept", "--output_dir", tmp_path, "--wandb_mode", "disabled", *SMALL,
+        )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert "arm unfit-s0 FAILED: " in done.stdout and "300" in done.stdout
@@ -108,7 +115,6 @@ def test_a_draft_that_does_not_fit_fails_its_arm_and_the_others_work_is_kept(tmp
     comparison = json.loads((tmp_path / "kept" / "comparison.json").read_text())
     assert {arm["name"]: arm["state"] for arm in comparison["arms"]} == {"regular-s0": "finished", "unfit-s0": "failed"}
     assert (tmp_path / "kept" / "report.html").stat().st_size > 1000
-    assert alive(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("broken", ["wrong hidden size", "wrong vocabulary", "tap layer outside", "missing weights"])

@@ -89,10 +89,11 @@ def capture_loss(
     sessions = [
         engine.start(requests(spec, repeat, length=length)) for engine, spec in zip(engines, (on, off), strict=True)
     ]
-    device, spent, done, going = engines[0].target.device, [0.0, 0.0], [[], []], True
-    while going:
+    device = engines[0].target.device
+    spent, done = [0.0, 0.0], [[], []]
+    while any(session.batch.unfinished for session in sessions):
         for i, session in enumerate(sessions):
-            seconds, going = _timed(session.advance, device)
+            seconds, _ = _timed(session.advance, device)
             spent[i] += seconds
     for i, (engine, session) in enumerate(zip(engines, sessions, strict=True)):
         seconds, done[i] = _timed(lambda engine=engine, session=session: engine.finish(session), device)
@@ -109,25 +110,30 @@ def load_engines(device: str = "auto", models: Path = MODELS) -> dict[ArmKind, E
     }
 
 
-def generate_tokens_per_s(device: torch.device, repeats: int, models: Path = MODELS) -> dict[str, list[float]]:
-    """Stock transformers on the same weights, batch and lengths, sampling the same law: static and dynamic cache."""
+def beside_generate(engine: EmbeddedEngine, repeats: int, models: Path = MODELS) -> dict[str, list[float]]:
+    """Tokens/s of the regular engine and, taking turns with it, of stock transformers `generate` on the same weights,
+    batch, lengths and law, with its static and its dynamic cache."""
     from transformers import AutoModelForCausalLM
 
+    device = engine.target.device
     model: Any = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
     model = model.to(device).eval()
-    found: dict[str, list[float]] = {"static": [], "dynamic": []}
+    settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=0)
+    settings |= dict(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
+    found: dict[str, list[float]] = {"engine": [], "static": [], "dynamic": []}
     for repeat in range(-1, repeats):
-        prompts = np.stack([one.prompt_ids for one in requests(PLAIN, max(repeat, 0))]).astype(np.int64)
-        ids = torch.from_numpy(prompts).to(device)
-        for cache in found:
-            settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None)
-            settings |= dict(max_new_tokens=LENGTH, min_new_tokens=LENGTH, cache_implementation=cache, pad_token_id=0)
-            seconds, out = _timed(
-                lambda ids=ids, settings=settings: model.generate(ids, attention_mask=torch.ones_like(ids), **settings),
-                device,
-            )
+        wanted = requests(PLAIN, max(repeat, 0))
+        ids = torch.from_numpy(np.stack([one.prompt_ids for one in wanted]).astype(np.int64)).to(device)
+        for name, speeds in found.items():
+            if name == "engine":
+                seconds, _ = _timed(lambda wanted=wanted: engine.generate(wanted), device)
+            else:
+                inputs = {"attention_mask": torch.ones_like(ids), "cache_implementation": name, **settings}
+                seconds, out = _timed(lambda ids=ids, inputs=inputs: model.generate(ids, **inputs), device)
+                if out.shape[1] != ids.shape[1] + LENGTH:
+                    raise RuntimeError(f"generate stopped after {out.shape[1] - ids.shape[1]} of {LENGTH} tokens")
             if repeat >= 0:
-                found[cache].append((out.shape[1] - ids.shape[1]) * len(ids) / seconds)
+                speeds.append(LENGTH * len(wanted) / seconds)
     return found
 
 
@@ -140,10 +146,10 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
         engines = load_engines()
         runs = measure(engines, [PLAIN, *(on for on, _ in CAPTURES.values())], repeats)
         losses = _capture(repeats)
-        stock = generate_tokens_per_s(engines["regular"].target.device, 3)
+        stock = beside_generate(engines["regular"], repeats)
     finally:
         torch.set_num_threads(threads)
-    return [row.as_json() for row in [*_speed(runs), *losses, _generate(runs, stock)]]
+    return [row.as_json() for row in [*_speed(runs), *losses, _generate(stock)]]
 
 
 def _speed(runs: list[Run]) -> list[Row]:
@@ -176,13 +182,12 @@ def _capture(repeats: int) -> list[Row]:
     return found
 
 
-def _generate(runs: list[Run], stock: dict[str, list[float]]) -> Row:
-    best = max(stock, key=lambda cache: median(stock[cache]))
-    ours = [run.tokens_per_s for run in runs if run.arm == "regular" and run.spec == PLAIN]
-    detail = f"tokens/s {_absolute(runs, 'regular', PLAIN)} over generate " + ", ".join(
-        f"{cache} {median(speeds):.0f} ({_range(speeds, '.0f')})" for cache, speeds in stock.items()
-    )
-    return at_least("rollout/regular_over_generate", median(ours) / median(stock[best]), 1.5, "x", detail)
+def _generate(speeds: dict[str, list[float]]) -> Row:
+    best = max(("static", "dynamic"), key=lambda cache: median(speeds[cache]))
+    ratios = [ours / theirs for ours, theirs in zip(speeds["engine"], speeds[best], strict=True)]
+    absolute = ", ".join(f"{name} {median(found):.0f}" for name, found in speeds.items())
+    detail = f"over the {best} cache, {_range(ratios)}; tokens/s {absolute}"
+    return at_least("rollout/regular_over_generate", median(ratios), 1.5, "x", detail)
 
 
 def _paired(runs: list[Run], over: tuple[str, SamplingSpec], under: tuple[str, SamplingSpec]) -> list[float]:
@@ -196,8 +201,8 @@ def _absolute(runs: list[Run], arm: str, spec: SamplingSpec) -> str:
     return f"{median(run.tokens_per_s for run in runs if run.arm == arm and run.spec == spec):.0f}"
 
 
-def _range(values: Sequence[float], form: str = ".3f") -> str:
-    return f"{len(values)} repeats, {min(values):{form}} to {max(values):{form}}"
+def _range(values: Sequence[float]) -> str:
+    return f"{len(values)} repeats, {min(values):.3f} to {max(values):.3f}"
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

@@ -138,6 +138,16 @@ def test_a_queue_is_served_in_slots_that_fall_free(target: Path, draft: Path) ->
     assert engine.generate([]) == []
 
 
+def test_a_session_stepped_by_hand_is_a_call_of_generate(target: Path, draft: Path) -> None:
+    engine = EmbeddedEngine(target, draft, "dflash2", max_concurrency=3, context_length=64)
+    session, steps = engine.start(requests(7)), 1
+    while session.advance():
+        steps += 1
+    assert steps > 20 and not session.advance()
+    whole = [one.response_ids.tolist() for one in engine.generate(requests(7))]
+    assert [one.response_ids.tolist() for one in engine.finish(session)] == whole
+
+
 BAD = [
     ({"prompt_ids": np.zeros(0, np.int32)}, "the prompt is empty"),
     ({"prompt_ids": np.zeros(64, np.int32)}, "leaves no room in a context of 64"),

@@ -23,7 +23,7 @@ from experiments.artifacts import (
 )
 from experiments.comparison import pairing, summarise
 from experiments.config import load
-from experiments.evidence import Row, all_of, at_least, print_rows, write_json
+from experiments.evidence import Row, all_of, at_least, at_most, print_rows, write_json
 from experiments.gradient_probe import probe_rows, read_probe
 from experiments.rollouts import load_rollout, rollout_files
 from experiments.tracking import read_metrics
@@ -32,6 +32,9 @@ from miles_ext.records import MASS_TOLERANCE, Commit, Trajectory
 
 # An engine's float32 laws differ from the trainer's by about 1e-6: below ten times that a correction is not at work.
 CORRECTION_FLOOR = 1e-5
+# Nats between trainer and engine on a sampled token, an update's drift included. The centred gradient of complete
+# supports does not depend on the trainer's logits at all, so a trainer that reads the wrong rows shows here only.
+MAX_LOGPROB_GAP = 0.25
 MIN_HANDOFFS = 2
 COMMITS = {
     "regular": {Commit.PREFILL, Commit.PLAIN},
@@ -180,6 +183,8 @@ def training_rows(arm_dir: Path) -> list[Row]:
         all_of("gradients", int(held.sum()) if any(taught.values()) else 0, len(norms), detail, "steps"),
         Row("finite_metrics", bad, "non-finite", "0", bad == 0),
     ]
+    gap = float(np.mean(list(series["train/train_rollout_logprob_abs_diff"].values())))
+    rows.append(at_most("logprob_gap", gap, MAX_LOGPROB_GAP, "nats", "mean over the steps"))
     claimed = settings_of(arm_dir)
     same = claimed == read_probe(arm_dir).settings
     rows.append(Row("settings", float(same), "", "trainer ran what the config says", same, str(claimed)))

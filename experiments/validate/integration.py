@@ -17,7 +17,7 @@ from experiments.validate.settings import Context
 
 FILTERS = {"sampling.top_k": 8, "sampling.top_p": 0.95}
 SHOWN = (
-    "pairing", "metadata", "gradients", "handoffs/new_weights", "correction_norm", "gradient/centered",
+    "pairing", "metadata", "gradients", "handoffs/new_weights", "correction_norm", "logprob_gap", "gradient/centered",
     "gradient/control_uncentered",
 )  # fmt: skip
 TIMEOUT_S = 540.0

@@ -60,21 +60,29 @@ def calibration(context: Context, arm: ArmKind, count: int) -> list[Row]:
     completions = generate(context, arm, spec, count, stream=90 + context.engines.arms.index(arm))
     laws = SupportRows.concatenate([completion.support for completion in completions if completion.support is not None])
     tokens = np.concatenate([completion.response_ids for completion in completions])
-    judged = []
-    for name, power, limit in (("calibration", 1.0, THRESHOLD), ("control_calibration", 1.25, CONTROL)):
-        row = np.repeat(np.arange(len(laws)), laws.lengths)
-        likeliest_first = np.lexsort((-laws.logprobs, row))  # ordered so, a law that is too sharp or too flat shows
-        q = np.exp(power * laws.logprobs[likeliest_first].astype(np.float64))
-        total, above = np.bincount(row, q), np.cumsum(q)
-        hit = np.flatnonzero(laws.token_ids[likeliest_first] == tokens[row])
-        before = above[hit] - q[hit] - (np.cumsum(total) - total)
-        place = (before + np.random.default_rng(17).random(len(hit)) * q[hit]) / total
-        counts = np.bincount((place * PLACE_BINS).astype(int).clip(0, PLACE_BINS - 1), minlength=PLACE_BINS)
-        chi2 = float(((counts - len(hit) / PLACE_BINS) ** 2).sum() * PLACE_BINS / len(hit))
-        judged.append(
-            _row(f"law/{name}_{arm}", chi2, PLACE_BINS - 1, limit, f"{len(hit):,} tokens in their recorded laws")
-        )
-    return [judged[0], must_fail(judged[1], "recorded laws sharpened by a quarter")]
+    row = np.repeat(np.arange(len(laws)), laws.lengths)
+    found = []
+    # By likelihood a law that is too sharp or too flat shows, by id a draw that leans to one end of the vocabulary.
+    for order, key in (("likelihood", -laws.logprobs), ("id", laws.token_ids)):
+        entries = np.lexsort((key, row))
+        chi2 = placed(laws.logprobs[entries], laws.token_ids[entries] == tokens[row], row)
+        about = f"{len(tokens):,} tokens in their recorded laws, in order of {order}"
+        found.append(_row(f"law/calibration_{arm} {order}", chi2, PLACE_BINS - 1, THRESHOLD, about))
+        if order == "likelihood":
+            chi2 = placed(1.25 * laws.logprobs[entries], laws.token_ids[entries] == tokens[row], row)
+            sharper = _row(f"law/control_calibration_{arm}", chi2, PLACE_BINS - 1, CONTROL, about)
+            found.append(must_fail(sharper, "recorded laws sharpened by a quarter"))
+    return found
+
+
+def placed(logprobs: NDArray[np.floating], drawn: NDArray[np.bool_], row: NDArray[np.int64]) -> float:
+    """Chi-square against uniform of the drawn entries' places in the distribution functions of their rows."""
+    q = np.exp(logprobs.astype(np.float64))
+    total, above = np.bincount(row, q), np.cumsum(q)
+    before = above[drawn] - q[drawn] - (np.cumsum(total) - total)
+    place = (before + np.random.default_rng(17).random(len(total)) * q[drawn]) / total
+    counts = np.bincount((place * PLACE_BINS).astype(int).clip(0, PLACE_BINS - 1), minlength=PLACE_BINS)
+    return float(((counts - len(total) / PLACE_BINS) ** 2).sum() * PLACE_BINS / len(total))
 
 
 def draw(

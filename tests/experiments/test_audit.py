@@ -16,6 +16,7 @@ from experiments.artifacts import HANDOFF_FILE, verify_manifest, write_manifest
 from experiments.audit import audit, audit_rows
 from experiments.rollouts import load_rollout, rollout_file, save_rollout
 from tests.experiments.real_run import make_run
+from trainer import step
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,19 @@ def test_a_trainer_that_left_centering_out_is_noticed(tmp_path):
     assert red(run) == {
         f"{arm}/{row}" for arm in ("regular-s0", "dflash2-s0") for row in ("settings", "correction_norm")
     }  # fmt: skip
+
+
+def test_a_trainer_that_reads_the_wrong_rows_is_noticed(tmp_path, monkeypatch):
+    """The centred gradient of complete supports does not depend on the trainer's logits: only the gap tells."""
+    make_batch = step.make_batch
+
+    def late(*arguments):
+        batch = make_batch(*arguments)
+        return dataclasses.replace(batch, rows=np.maximum(batch.rows - 1, 0))
+
+    monkeypatch.setattr(step, "make_batch", late)
+    found = red(make_run(tmp_path))
+    assert {"regular-s0/logprob_gap", "dflash2-s0/logprob_gap"} <= found
 
 
 def test_missing_artifacts_are_red_rows_not_crashes(run):

@@ -90,17 +90,17 @@ def start(arm: str, folder: Path, *flags: str, **environment: str) -> Server:
 
 def draft(arm: str, folder: Path) -> Path:
     """The tiny draft as it ships (DFlash2), or without its selector (DFlash)."""
-    copy = folder / f"draft-{arm}"
-    if not copy.exists():
-        shutil.copytree(TINY / "draft", copy)
-        config = json.loads((copy / "config.json").read_text())
-        if arm == "dflash":
-            config["architectures"] = ["DFlashDraftModel"]
-            for name in ("selector_rank", "selector_top_k"):
-                del config["dflash_config"][name]
-        config["dflash_config"]["target_layer_ids"][-1] = min(8, config["dflash_config"]["target_layer_ids"][-1])
-        (copy / "config.json").write_text(json.dumps(config))
-    return copy
+    if arm == "dflash2":
+        return TINY / "draft"
+    plain = folder / "draft"
+    if not plain.exists():
+        shutil.copytree(TINY / "draft", plain)
+        config = json.loads((plain / "config.json").read_text())
+        config["architectures"] = ["DFlashDraftModel"]
+        for name in ("selector_rank", "selector_top_k"):
+            del config["dflash_config"][name]
+        (plain / "config.json").write_text(json.dumps(config))
+    return plain
 
 
 def _wait(server: Server) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.sglang_engine.config import SglangConfig
 
 
 class RolloutConfig(BaseModel):
@@ -12,8 +14,8 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    engine: Literal["embedded"] = "embedded"
-    """`embedded` is the engine of this repository."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded` is the engine of this repository, `sglang` a server of an environment of its own."""
     workers: int = Field(default=1, ge=1)
     """Rollout workers, one engine each."""
     cpus_per_worker: float = Field(default=1.0, ge=0)
@@ -34,3 +36,17 @@ class RolloutConfig(BaseModel):
     """A worker silent for so long is replaced and its requests are issued again."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of one worker before the run stops."""
+    sglang: SglangConfig = SglangConfig()
+
+    @property
+    def accepts_test_verifier(self) -> bool:
+        """Whether an engine may verify with a stand-in, as in tests without a GPU; never for the embedded one."""
+        return self.engine == "sglang" and self.sglang.allow_test_verifier
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sglang.urls and len(self.sglang.urls) != self.workers:
+            raise ValueError(f"{len(self.sglang.urls)} sglang.urls for {self.workers} workers; accepted: one a worker")
+        if self.engine == "sglang" and self.dtype == "float64":
+            raise ValueError("dtype is float64 beside engine sglang; accepted: float32, bfloat16")
+        return self

@@ -28,6 +28,7 @@ FAILURES = (RayActorError, EngineError, GetTimeoutError)
 """What does not depend on content: the worker is replaced and its requests are issued again with their own seeds."""
 
 START_TIMEOUT_S = 1800.0  # loading a large checkpoint from a slow disk
+END_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,7 @@ class RolloutPool:
 
     def close(self) -> None:
         """End the actors and free their resources; harmless when called twice or after a failure."""
-        for worker in self._workers:
-            ray.kill(worker)
+        self._end(self._workers)
         self._workers = []
         if self._placement is not None:
             remove_placement_group(self._placement)
@@ -150,7 +150,8 @@ class RolloutPool:
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._config.threads)}},
         }  # fmt: skip
         actor = ray.remote(RolloutWorker).options(**options)
-        return actor.remote(self._config, self._arm, self._target, self._draft, f"worker-{index}")
+        url = self._config.sglang.urls[index] if self._config.sglang.urls else ""
+        return actor.remote(self._config, self._arm, self._target, self._draft, f"worker-{index}", url)
 
     def _replace(self, index: int, reason: BaseException) -> Any:
         """A new worker in the place of a failed one, proved fit and fed the current weights; its handoff report."""
@@ -162,8 +163,7 @@ class RolloutPool:
                     f"rollout.max_restarts = {self._config.max_restarts}; look at the worker's log or raise it"
                 ) from reason
             print(f"rollout worker {index} is replaced: {_brief(reason)}", file=sys.stderr, flush=True)
-            with contextlib.suppress(ValueError):  # Ray's word for an actor that it no longer knows
-                ray.kill(self._workers[index])
+            self._end([self._workers[index]])
             self._workers[index] = self._spawn(index)
             try:
                 starting = self._workers[index].start.remote()
@@ -172,9 +172,17 @@ class RolloutPool:
             except FAILURES as error:
                 reason = error
 
+    def _end(self, workers: Sequence[Any]) -> None:
+        """A server is given the time to end, so that whatever comes next finds its memory free."""
+        if self._config.engine == "sglang" and workers:
+            ray.wait([worker.close.remote() for worker in workers], num_returns=len(workers), timeout=END_TIMEOUT_S)
+        for worker in workers:
+            with contextlib.suppress(ValueError):  # Ray's word for an actor that it no longer knows
+                ray.kill(worker)
+
     def _require(self, reports: list[EngineCapability]) -> list[EngineCapability]:
         for report in reports:
-            require(report, self._spec, self._arm)
+            require(report, self._spec, self._arm, allow_test_verifier=self._config.accepts_test_verifier)
         return reports
 
     def _prove(self, manifest: WeightManifest, reports: list[HandoffReport]) -> list[HandoffReport]:

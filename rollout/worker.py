@@ -20,22 +20,32 @@ from rollout.engine import Engine, Request
 class RolloutWorker:
     """Holds one engine; Ray runs its calls one after another."""
 
-    def __init__(self, config: RolloutConfig, arm: ArmKind, target: Path, draft: Path | None, engine_id: str) -> None:
-        self._config, self._engine_id = config, engine_id
+    def __init__(
+        self, config: RolloutConfig, arm: ArmKind, target: Path, draft: Path | None, engine_id: str, url: str = ""
+    ) -> None:
+        self._config, self._engine_id, self._url = config, engine_id, url
         self._arm: ArmKind = arm
         self._target, self._draft = target, draft
         self._engine: Engine | None = None
 
     def start(self) -> list[EngineCapability]:
         """Load the engine; what its ranks say of themselves. CheckpointError where the models do not fit."""
+        self._engine = self._sglang() if self._config.engine == "sglang" else self._embedded()
+        return self._engine.capability()
+
+    def _embedded(self) -> Engine:
         from rollout.embedded.engine import EmbeddedEngine  # torch: in the actor alone, not in whoever creates it
 
-        self._engine = EmbeddedEngine(
+        return EmbeddedEngine(
             self._target, self._draft, self._arm, device=self._config.device, dtype=self._config.dtype,
             max_concurrency=self._config.max_concurrency, context_length=self._config.context_length,
             engine_id=self._engine_id, threads=self._config.threads,
         )  # fmt: skip
-        return self._engine.capability()
+
+    def _sglang(self) -> Engine:
+        from rollout.sglang_engine.engine import SglangEngine
+
+        return SglangEngine(self._config, self._arm, self._target, self._draft, self._engine_id, self._url)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in order. RequestError where one cannot be honoured, EngineError where the engine broke."""
@@ -53,6 +63,11 @@ class RolloutWorker:
 
     def healthy(self) -> bool:
         return self.engine.healthy()
+
+    def close(self) -> None:
+        """Release the engine; a server that it owns has ended when this returns."""
+        if self._engine is not None:
+            self._engine.close()
 
     def rss_mb(self) -> float:
         """Largest resident size of this process so far, MiB."""

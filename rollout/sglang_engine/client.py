@@ -1,0 +1,89 @@
+"""HTTP to one sglang server: short control calls, and generation with a bounded number of requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from miles_ext.errors import EngineError, RequestError
+
+
+class Client:
+    """url: the server's address. timeout_s: silence on one call after which the server counts as failed.
+
+    Raises RequestError with the server's own words for HTTP 400, and EngineError for everything else that is no answer:
+    a refused connection, a time-out, HTTP 5xx, a body that is no JSON.
+    """
+
+    def __init__(self, url: str, timeout_s: float, concurrency: int) -> None:
+        self.url, self._timeout, self._concurrency = url.rstrip("/"), timeout_s, concurrency
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._call("POST", path, body)
+
+    def reachable(self) -> bool:
+        """Whether the server answers that it is up."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def generate(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        """Answers of `/generate` in the order of `bodies`. The first failure ends the rest."""
+        return asyncio.run(self._generate(bodies))
+
+    async def _generate(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        gate = asyncio.Semaphore(self._concurrency)
+        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+
+        async def one(body: dict[str, Any]) -> Any:
+            async with gate:
+                try:
+                    return self._read("/generate", await http.post("/generate", json=body))
+                except httpx.HTTPError as error:
+                    raise self._silent("/generate", error) from error
+
+        async with httpx.AsyncClient(base_url=self.url, timeout=self._timeout, limits=limits) as http:
+            tasks = [asyncio.create_task(one(body)) for body in bodies]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            return self._read(path, httpx.request(method, self.url + path, json=body, timeout=self._timeout))
+        except httpx.HTTPError as error:
+            raise self._silent(path, error) from error
+
+    def _read(self, path: str, answer: httpx.Response) -> Any:
+        if answer.status_code == 400:
+            raise RequestError(f"{self.url}{path} refuses: {_message(answer)}")
+        if answer.status_code != 200:
+            raise EngineError(f"{self.url}{path} answers {answer.status_code}: {_message(answer)}")
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path} answers no JSON: {answer.text[:200]!r}") from error
+
+    def _silent(self, path: str, error: httpx.HTTPError) -> EngineError:
+        return EngineError(f"{self.url}{path} does not answer: {type(error).__name__} {error}")
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+    except ValueError:
+        return answer.text[:500]
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(body)

@@ -109,7 +109,7 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
     table = Table(title=comparison["experiment"], title_justify="left", header_style="bold", box=None, pad_edge=False)
     table.add_column("arm", no_wrap=True)
     for heading, _, _ in HEADLINES:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=min(8, len(heading)))
     for arm in comparison["arms"]:
         cells = [_cell(arm[summary][name]) for _, summary, name in HEADLINES]
         table.add_row(arm["name"], *cells, style=None if arm["state"] == "finished" else "red")
@@ -170,7 +170,7 @@ def _last_quarter(points: dict[int, float]) -> float | None:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else figure(value)
+    return "-" if value is None else figure(value, 3)
 
 
 def _spell(value: Any) -> Any:

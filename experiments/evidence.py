@@ -119,10 +119,10 @@ def write_page(file: Path, title: str, about: str, evidence: dict[str, Any]) -> 
     file.write_text("\n".join(lines) + "\n")
 
 
-def figure(value: float) -> str:
-    """A number as a person wants to read it: whole from 1,000 on, else four significant digits."""
+def figure(value: float, digits: int = 4) -> str:
+    """A number as a person wants to read it: whole from 1,000 on, else so many significant digits."""
     whole = math.isfinite(value) and float(value).is_integer() and abs(value) < 1e15
-    return f"{value:,.0f}" if whole or 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return f"{value:,.0f}" if whole or 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def versions() -> dict[str, str]:

@@ -88,6 +88,10 @@ def draw(panel: Panel, arms: Mapping[str, Sequence[Series]]) -> str | None:
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")
         axes.margins(x=0.02, y=0.12)
+        axes.ticklabel_format(axis="y", useOffset=False)
+        low, high = axes.get_ylim()
+        if high - low < 1e-3 * max(abs(low), abs(high)):  # rounding is no curve
+            axes.set_ylim(low - 0.05 * abs(low), high + 0.05 * abs(high))
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)

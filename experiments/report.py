@@ -47,5 +47,5 @@ def _row(arm: dict[str, Any], number: int) -> dict[str, Any]:
         found = arm[summary]
         spread = name == "median" and found["min"] is not None
         title = f"range {figure(found['min'])} to {figure(found['max'])}" if spread else ""
-        cells.append((heading, "-" if found[name] is None else figure(found[name]), title))
+        cells.append((heading, "-" if found[name] is None else figure(found[name], 3), title))
     return {**arm, "key": key(number), "cells": cells}

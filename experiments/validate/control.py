@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.evidence import Row, all_of, at_most, must_fail, report
+from experiments.evidence import Row, all_of, at_least, at_most, must_fail, report
+from experiments.validate.alignment import CONTEXT, SLOTS, varied_requests
 from experiments.validate.engines import Sample
 from experiments.validate.settings import Context, Setting
 from miles_ext.capability import ArmKind
 from miles_ext.law import law
 
-LIMIT = 6.1e-8
+LIMIT, MIN_SAME = 6.1e-8, 0.9
 
 
 def rows(context: Context) -> list[Row]:
@@ -41,9 +42,24 @@ def rows(context: Context) -> list[Row]:
             all_of(f"control/{arm}_capture_off", same, total, "tokens and laws bit for bit as with it", "responses"),
             at_most(f"control/{arm}_stock", worst, LIMIT, "L1", f"{different} rows of another support"),
             Row(f"control/{arm}_stock_support", different, "rows differ", "0", different == 0),
+            neighbours(context, arm),
         ]
     found.append(must_fail(at_most("control/control_temperature", other, LIMIT), "a temperature off by 0.01 %"))
     return found + by_design()
+
+
+def neighbours(context: Context, arm: ArmKind) -> Row:
+    """Responses that come and go in a few slots, against the same requests decoded alone: what a neighbour leaves in
+    a cache slot must not reach anybody. Rounding may part a response now and then, so some may differ."""
+    requests = varied_requests(context, "spread", 3)
+    answers = []
+    for slots in (SLOTS, 1):
+        engine = context.engines.open(arm, context_length=CONTEXT, max_concurrency=slots)
+        answers.append(engine.generate(requests))
+        engine.close()
+    same = sum(np.array_equal(a.response_ids, b.response_ids) for a, b in zip(*answers, strict=True))
+    detail = f"{same} of {len(requests)} responses, {SLOTS} slots against 1"
+    return at_least(f"control/{arm}_neighbours", same / len(requests), MIN_SAME, "the same", detail)
 
 
 def uncaptured(context: Context, arm: ArmKind, sample: Sample) -> Sample:

@@ -48,7 +48,7 @@ def rows(context: Context) -> list[Row]:
             if name == CONTROL_LAW:
                 broken = judge(f"law/control_{arm}", draw(context, arm, fields, count, stream, True), pooled, CONTROL)
                 found.append(must_fail(broken, "bonus drawn from the target's law after a rejection, poor draft"))
-    return found + [row for arm in context.engines.arms for row in calibration(context, arm, count)]
+    return found + [row for arm in context.engines.arms for row in calibration(context, arm, count // 5)]
 
 
 def calibration(context: Context, arm: ArmKind, count: int) -> list[Row]:
@@ -56,7 +56,7 @@ def calibration(context: Context, arm: ArmKind, count: int) -> list[Row]:
 
     A token's place in its recorded distribution function, spread over the token's own step, is uniform in [0, 1).
     """
-    spec = SamplingSpec(**LAWS[CONTROL_LAW], capture="complete")
+    spec = SamplingSpec(capture="complete")
     completions = generate(context, arm, spec, count, stream=90 + context.engines.arms.index(arm))
     laws = SupportRows.concatenate([completion.support for completion in completions if completion.support is not None])
     tokens = np.concatenate([completion.response_ids for completion in completions])

@@ -11,12 +11,13 @@ def test_the_page_is_self_contained_and_shows_every_arm(tmp_path):
     run = tmp_path / "exp"
     for name, failure in (("regular-s0", ""), ("dflash2-s0", "engine <0> died"), ("dflash2-s1", "")):
         arm(run, name, 1, failure=failure)
-    (run / "config.yaml").write_text("model: <tiny>\n")
+    (run / "config.yaml").write_text("arms: [{name: regular}, {name: dflash2}]\nmodel: <tiny>\n")
     html = write_report(run).read_text()
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import|<script""", html), "loads something from outside"
     assert html.count("<figure>") == 3, "reward, held-out reward and throughput were logged"
     assert "Not logged by any arm: " in html and "Accept length" in html
     assert "dflash2-s0 failed after 8 steps: engine &lt;0&gt; died" in html and "model: &lt;tiny&gt;" in html
+    assert html.index("regular-s0") < html.index("dflash2-s1"), "arms stand in the order of the config"
     ids = re.findall(r'\bid="([^"]*)"', html)
     plots = [name for name in ids if not name.startswith("key")]
     assert len(plots) == len(set(plots)), "a clip path of one plot would cut another"

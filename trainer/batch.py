@@ -21,7 +21,7 @@ PAD = 0  # any id of the vocabulary: padding is on the right, and causal attenti
 class Batch:
     """One micro-batch of one rank: B sequences padded on the right to L, n loss tokens. Host arrays.
 
-    input_ids: int64 [B, L].
+    input_ids: int64 [B, L]; lengths: int64 [B], what of each line is no padding, at least 1.
     rows: int64 [n], index into the flattened [B * L] hidden states: response token t is scored from P + t - 1.
     support: n rows, all OK. sampled_ids: int64 [n].
     advantages, scale: float64 [n]; scale is what multiplies the token's loss, 1 over a global denominator.
@@ -29,6 +29,7 @@ class Batch:
     """
 
     input_ids: Ints
+    lengths: Ints
     rows: Ints
     support: SupportRows
     sampled_ids: Ints
@@ -139,6 +140,7 @@ def make_batch(trajectories: Sequence[Trajectory], indices: Ints, advantages: Fl
     supports = [_select(t.completion.support, t.loss_mask) for t in chosen if t.completion.support is not None]
     return Batch(
         input_ids=input_ids,
+        lengths=np.array([len(sequence) for sequence in sequences] or [1], np.int64),
         rows=np.repeat(line_start + prompts - 1, counts) + token,
         support=SupportRows.concatenate(supports) if supports else SupportRows.empty("complete"),
         sampled_ids=np.concatenate([np.zeros(0, np.int64), *(t.completion.response_ids[t.loss_mask] for t in chosen)]),

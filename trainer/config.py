@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EstimatorSettings(BaseModel):
@@ -29,10 +29,15 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    backend: Literal["torch"] = "torch"
-    """`torch` trains any causal model of transformers."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch` trains any causal model of transformers; `megatron` dense Qwen3 and Llama with tensor and pipeline
+    parallelism (needs the extra of that name)."""
     workers: int = Field(default=1, ge=1)
-    """Data-parallel ranks (FSDP2 when more than one)."""
+    """Ranks. torch: all data-parallel (FSDP2 when more than one). megatron: tp x pp x data-parallel."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks that share every layer and the vocabulary (megatron)."""
+    pp: int = Field(default=1, ge=1)
+    """Stages that the layers are split into (megatron)."""
     cpus_per_worker: float = Field(default=1.0, ge=0)
     """Logical CPUs that Ray reserves."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
@@ -74,3 +79,14 @@ class TrainerConfig(BaseModel):
     bucket_mb: float = Field(default=256.0, gt=0)
     """Weights travel to the engines in buckets of this many MiB at most."""
     estimator: EstimatorSettings = EstimatorSettings()
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerConfig:
+        if self.backend == "torch" and (self.tp, self.pp) != (1, 1):
+            raise ValueError(f"tp={self.tp} and pp={self.pp} with backend torch; set trainer.backend to megatron")
+        if self.workers % (self.tp * self.pp):
+            raise ValueError(
+                f"workers={self.workers} ranks cannot be split into tp={self.tp} x pp={self.pp}; "
+                "accepted: a multiple of tp x pp, the rest is data-parallel"
+            )
+        return self

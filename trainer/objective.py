@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from miles_ext.logprobs import VocabShard
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, score_centered_loss
 from trainer.backends.base import LossFn
 from trainer.batch import Batch
@@ -33,8 +34,10 @@ def estimator(settings: EstimatorSettings) -> EstimatorConfig:
     )  # fmt: skip
 
 
-def objective(batch: Batch, cfg: EstimatorConfig, temperature: float) -> LossFn:
-    """loss_fn(logits [m, V], rows) -> (sum over rows of scale * loss, float64 sums [k] in the order of `SUMS`)."""
+def objective(batch: Batch, cfg: EstimatorConfig, temperature: float, shard: VocabShard | None = None) -> LossFn:
+    """loss_fn(logits [m, v], rows) -> (sum over rows of scale * loss, float64 sums [k] in the order of `SUMS`).
+
+    shard: which columns of the vocabulary the logits are (None: all of it)."""
 
     def loss_fn(logits: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         law, device = batch.support[rows], logits.device
@@ -42,7 +45,7 @@ def objective(batch: Batch, cfg: EstimatorConfig, temperature: float) -> LossFn:
             law.token_ids, law.logprobs, law.offsets, batch.sampled_ids[rows], law.sampled_logprobs, law.kind, device
         )
         advantages, scale = (torch.from_numpy(array[rows]).to(device) for array in (batch.advantages, batch.scale))
-        per_token, found = score_centered_loss(logits, support, advantages, cfg, temperature)
+        per_token, found = score_centered_loss(logits, support, advantages, cfg, temperature, shard)
         found["ratio"] = (found["logprob"] - support.sampled_logprobs).exp()
         loss = (per_token * scale.to(per_token.dtype)).sum()
         sums = [found[name].sum(dtype=torch.float64) for name in TOKEN_MEANS.values()]

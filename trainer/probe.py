@@ -46,9 +46,11 @@ class Probe:
 
     def write(self, backend: Backend, settings: EstimatorSettings, temperature: float, step: int) -> None:
         """Write `weights/` (Hugging Face folder) and `probe.safetensors`: logit_grad float32 [n, V], trajectory and
-        token int64 [n], advantage and scale float32 [n]. Collective; rank 0 writes what rank 0 watched."""
+        token int64 [n], advantage and scale float32 [n]. Collective; rank 0 writes what data rank 0 watched."""
         backend.save_hf(self.folder / "weights")
-        if backend.rank != 0:
+        watched = torch.cat([self.gradients[key] for key in sorted(self.gradients)]) if self.gradients else None
+        gradients = backend.whole_rows(watched if backend.data_rank == 0 else None)
+        if backend.rank != 0 or gradients is None:
             return
 
         def column(name: str) -> np.ndarray:
@@ -59,7 +61,7 @@ class Probe:
         tensors = {name: torch.from_numpy(column(name)) for name in ("trajectory", "token")}
         tensors["advantage"] = torch.from_numpy(column("advantages")).float()
         tensors["scale"] = torch.from_numpy(column("scale")).float()
-        tensors["logit_grad"] = torch.cat([self.gradients[key] for key in sorted(self.gradients)])
+        tensors["logit_grad"] = gradients
         about = {
             "temperature": temperature, "estimator": settings.model_dump(), "step": step, "updates": backend.updates,
         }  # fmt: skip

@@ -41,7 +41,7 @@ def train_step(
     parts = [kept[part] for part in mini_batches([trajectories[i].group for i in kept], config.updates_per_rollout)]
     updates = []
     for part in parts:
-        batches = micro_batches(trajectories, part, values, config, backend.rank, backend.world_size)
+        batches = micro_batches(trajectories, part, values, config, backend.data_rank, backend.data_size)
         here = Probe(batches, probe) if probe is not None and part is parts[-1] else None
         updates.append(update(backend, batches, config, temperature, here, step))
     return {**merge(updates), "rollout/untrainable_groups": float(len(dropped))}
@@ -80,12 +80,11 @@ def update(
 ) -> dict[str, float]:
     """One optimizer update on this rank's micro-batches."""
     cfg = estimator(config.estimator)
-    total = torch.zeros(len(SUMS), dtype=torch.float64)
-    for number, batch in enumerate(batches):
-        loss_fn = objective(batch, cfg, temperature)
-        sums = backend.forward_backward(batch, probe.watch(number, loss_fn) if probe else loss_fn)
-        if sums is not None:
-            total = total.to(sums.device) + sums
+    loss_fns = [objective(batch, cfg, temperature, backend.shard) for batch in batches]
+    if probe:
+        loss_fns = [probe.watch(number, loss_fn) for number, loss_fn in enumerate(loss_fns)]
+    total = backend.forward_backward(batches, loss_fns)
+    total = torch.zeros(len(SUMS), dtype=torch.float64) if total is None else total
     found = dict(zip(SUMS, backend.sum_over_ranks(total).tolist(), strict=True))
     norm = backend.grad_norm()
     if not (math.isfinite(found["loss"]) and math.isfinite(norm)):

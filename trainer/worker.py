@@ -1,4 +1,4 @@
-"""The trainer as Ray actors, one a data-parallel rank, in one placement group."""
+"""The trainer as Ray actors, one a rank, in one placement group."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles_ext.records import Trajectory
 from miles_ext.weights import WeightManifest
 from trainer import checkpoint
+from trainer.backends.base import Backend
+from trainer.backends.megatron_config import check
 from trainer.backends.torch import TorchBackend, pick_device
 from trainer.config import TrainerConfig
 from trainer.handoff import Bucket, export
@@ -41,7 +43,7 @@ class TrainerWorker:
             )  # fmt: skip
         self.config = config
         self.version = 0
-        self.backend = TorchBackend(config, target, rank=rank, world_size=world_size)
+        self.backend = _backend(config, target, rank, world_size)
 
     def train(
         self, trajectories: Sequence[Trajectory], *, temperature: float, step: int = 0, probe: Path | None = None
@@ -93,6 +95,9 @@ class TrainerGroup:
     """
 
     def __init__(self, config: TrainerConfig, target: Path, seed: int) -> None:
+        """ValueError for a model or layout that the backend does not take, before anything is started."""
+        if config.backend == "megatron":
+            check(config, target)
         bundle = {"CPU": config.cpus_per_worker, "GPU": config.gpus_per_worker}
         bundle = {name: amount for name, amount in bundle.items() if amount > 0}
         self.placement = placement_group([bundle] * config.workers, strategy="PACK")
@@ -162,6 +167,14 @@ def _gather(refs: Iterable[ray.ObjectRef]) -> list[Any]:
     except RayTaskError as error:
         raise error.cause from error
     return ray.get(refs)
+
+
+def _backend(config: TrainerConfig, target: Path, rank: int, world_size: int) -> Backend:
+    if config.backend == "torch":
+        return TorchBackend(config, target, rank=rank, world_size=world_size)
+    from trainer.backends.megatron import MegatronBackend  # an extra that most installations do without
+
+    return MegatronBackend(config, target, rank=rank, world_size=world_size)
 
 
 def _free_address() -> tuple[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from miles_ext.law import head, law, pack_support
 from miles_ext.records import Commit, Completion, Status, SupportRows, Trajectory
@@ -22,7 +22,20 @@ def make_model(
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": hidden // 2, "tie_word_embeddings": True,
     }  # fmt: skip
-    config = Qwen3Config(**settings | changes)
+    return _random(Qwen3Config(**settings | changes), folder, seed)
+
+
+def make_llama(folder: Path, *, seed: int = 0, **changes) -> Path:
+    """A random Llama of two layers with an output layer of its own."""
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return _random(LlamaConfig(**settings | changes), folder, seed)
+
+
+def _random(config, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

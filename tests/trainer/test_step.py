@@ -32,7 +32,7 @@ def rollouts(target):
 def gradient_of(backend, rollout, values, config, temperature):
     backend.zero_grad()
     for batch in micro_batches(rollout, np.arange(len(rollout)), values, config, 0, 1):
-        backend.forward_backward(batch, objective(batch, estimator(config.estimator), temperature))
+        backend.forward_backward([batch], [objective(batch, estimator(config.estimator), temperature)])
     return {name: parameter.grad.clone() for name, parameter in backend.parameters.items()}
 
 
@@ -82,7 +82,7 @@ def test_padding_never_leaks(target, rollouts, float64_backend):
     assert padded > 10
     float64_backend.zero_grad()
     loss_fn = objective(batch, estimator(config.estimator), 1.0)
-    float64_backend.forward_backward(replace(batch, input_ids=poisoned), loss_fn)
+    float64_backend.forward_backward([replace(batch, input_ids=poisoned)], [loss_fn])
     for name, parameter in float64_backend.parameters.items():
         if name == "model.embed_tokens.weight":  # padded positions reach no loss, so their rows get no gradient either
             assert torch.allclose(parameter.grad, clean[name], rtol=0, atol=1e-15)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from miles_ext.logprobs import VocabShard
 from trainer.batch import Batch
 
 LossFn = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
-"""(logits [m, V] of the batch's scored rows `slice`, that slice) -> (loss to minimise, a scalar; metric sums [k])."""
+"""(logits [m, v] of the batch's scored rows `slice`, that slice) -> (loss to minimise, a scalar; metric sums [k])."""
 
 
 class Backend(Protocol):
@@ -19,19 +20,29 @@ class Backend(Protocol):
 
     rank: int
     world_size: int
+    data_rank: int
+    data_size: int
+    """Ranks of one data rank (tensor and pipeline parallel) get the same batches."""
+    shard: VocabShard | None
+    """The columns of the vocabulary that this rank's logits have; None: all of them."""
     updates: int
     """Optimizer updates done."""
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFn) -> torch.Tensor | None:
-        """Add the gradient of the batch's loss; return this rank's metric sums [k], or None where it scored no row.
+    def forward_backward(self, batches: Sequence[Batch], loss_fns: Sequence[LossFn]) -> torch.Tensor | None:
+        """The gradient of the losses of one update; return this rank's metric sums [k], or None where it has none.
 
-        The backend owns the schedule: it may call `loss_fn` on any slices that cover the scored rows once.
-        Gradients are summed, never averaged, over batches and ranks.
+        The backend owns the schedule: it may call a `loss_fn` on any slices that cover its batch's scored rows once.
+        Gradients are summed, never averaged, over batches and data ranks. Of the ranks that score the same rows, one
+        returns their sums.
         """
         ...
 
+    def whole_rows(self, columns: torch.Tensor | None) -> torch.Tensor | None:
+        """[n, V] at rank 0, from [n, v] of the ranks of data rank 0 that have logits and None from all others."""
+        ...
+
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum of a small tensor over the data-parallel ranks."""
+        """Elementwise sum of a small tensor over all ranks."""
         ...
 
     def grad_norm(self) -> float:
@@ -49,7 +60,8 @@ class Backend(Protocol):
     def zero_grad(self) -> None: ...
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor on the host's or the model's device), one at a time, tied heads once."""
+        """(HF name, whole tensor on the host or the model's device), one at a time, tied heads once. Collective: every
+        rank must exhaust it; ranks other than 0 may get nothing."""
         ...
 
     def save_hf(self, folder: Path) -> None:

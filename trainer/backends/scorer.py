@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -42,10 +43,19 @@ class Scorer(nn.Module):
         self, input_ids: torch.Tensor, rows: torch.Tensor, loss_fn: LossFn
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Loss (a scalar, float64) summed over rows, and the metric sums, None without rows."""
-        found: list[torch.Tensor] = []
         hidden = self.hidden(input_ids).index_select(0, rows)
-        loss = _HeadLoss.apply(hidden, self.head, self.chunk, loss_fn, found, *self.head.parameters())
-        return loss, torch.stack(found).sum(0) if found else None
+        return head_loss(hidden, self.head, list(self.head.parameters()), self.chunk, loss_fn)
+
+
+def head_loss(
+    hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter], chunk: int,
+    loss_fn: LossFn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Loss (a scalar, float64) of head(hidden [n, H]) -> [n, v] summed over rows, `chunk` of them at a time, and the
+    metric sums, None without rows. parameters: what the head's gradient goes to."""
+    found: list[torch.Tensor] = []
+    loss = _HeadLoss.apply(hidden, head, chunk, loss_fn, found, *parameters)
+    return loss, torch.stack(found).sum(0) if found else None
 
 
 class _HeadLoss(torch.autograd.Function):

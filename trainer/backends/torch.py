@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from miles_ext.errors import CheckpointError
+from miles_ext.logprobs import VocabShard
 from trainer.backends.base import LossFn
 from trainer.backends.scorer import Scorer
 from trainer.batch import Batch
@@ -37,7 +38,9 @@ class TorchBackend:
 
         With world_size > 1 the default process group must be up.
         """
-        self.config, self.rank, self.world_size, self.updates = config, rank, world_size, 0
+        self.config, self.updates = config, 0
+        self.shard: VocabShard | None = None
+        self.rank, self.world_size = self.data_rank, self.data_size = rank, world_size
         self.device = pick_device(config.device)
         self.model = load_hf(target, torch.float64 if config.dtype == "float64" else torch.float32, self.device)
         self.scorer = Scorer(self.model, config.chunk_tokens)
@@ -55,11 +58,17 @@ class TorchBackend:
                 "exp_avg_sq": torch.zeros_like(parameter.detach()),
             }
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFn) -> torch.Tensor | None:
-        input_ids, rows = (torch.from_numpy(array).to(self.device) for array in (batch.input_ids, batch.rows))
-        loss, sums = self.scorer(input_ids, rows, loss_fn)
-        loss.backward()
-        return sums
+    def forward_backward(self, batches: Sequence[Batch], loss_fns: Sequence[LossFn]) -> torch.Tensor | None:
+        found = []
+        for batch, loss_fn in zip(batches, loss_fns, strict=True):
+            input_ids, rows = (torch.from_numpy(array).to(self.device) for array in (batch.input_ids, batch.rows))
+            loss, sums = self.scorer(input_ids, rows, loss_fn)
+            loss.backward()
+            found += [] if sums is None else [sums]
+        return torch.stack(found).sum(0) if found else None
+
+    def whole_rows(self, columns: torch.Tensor | None) -> torch.Tensor | None:
+        return columns
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         values = values.to(self.device)
@@ -138,11 +147,16 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def load_hf(target: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in `dtype` on `device`, dropout off.
+    """The model in `dtype` on `device`, dropout off. ValueError as of `require_fitting`."""
+    require_fitting(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    cast(nn.Module, model).to(device)
+    return model.eval()
 
-    ValueError where files and model do not name the same tensors: what is exported under other names than it was
-    loaded from would never reach an engine.
-    """
+
+def require_fitting(target: Path) -> PretrainedConfig:
+    """The model's configuration. ValueError where files and model do not name the same tensors: what is exported under
+    other names than it was loaded from would never reach an engine."""
     files = sorted(target.glob("*.safetensors"))
     if not (target / "config.json").is_file() or not files:
         raise ValueError(f"{target} is no Hugging Face folder; accepted: config.json beside *.safetensors")
@@ -150,8 +164,9 @@ def load_hf(target: Path, dtype: torch.dtype, device: torch.device) -> PreTraine
     for file in files:
         with safe_open(file, framework="pt") as content:
             stored |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}
+    config = AutoConfig.from_pretrained(target, local_files_only=True)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, local_files_only=True))
+        skeleton = AutoModelForCausalLM.from_config(config)
     once = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     held = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     wrong = {name for name, shape in once.items() if stored.get(name) != shape}
@@ -161,9 +176,7 @@ def load_hf(target: Path, dtype: torch.dtype, device: torch.device) -> PreTraine
             f"{target} does not fit its config.json: {len(wrong)} tensors are missing, unexpected or of another shape, "
             f"first {sorted(wrong)[:3]}; accepted: a checkpoint with exactly the model's tensors"
         )
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
-    cast(nn.Module, model).to(device)
-    return model.eval()
+    return config
 
 
 def _shard(scorer: Scorer, device: torch.device, dtype: str) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# The audit's matrices are small: more threads win nothing, and on a busy machine they spin for minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 terminations: list[int] = []  # signals received
 BENCHES = ("rollout", "estimator", "handoff")
 OVERRIDES = """settings:

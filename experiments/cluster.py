@@ -34,24 +34,37 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: the node is 127.0.0.1 and listens nowhere else
 }
+_CHATTY = (
+    "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+)  # fmt: skip
 _MARK = "MILES_EXT_RAY_HEAD"  # every process of a head inherits it: how stragglers are told from other people's Ray
 
 
 def connect(url: str) -> JobSubmissionClient:
     """A client of the Ray Jobs API at `url`. ValueError where no Ray answers there soon, or it refuses us."""
-    from ray.job_submission import JobSubmissionClient  # half a second to import: not for --help
-
-    logging.getLogger("ray").setLevel(logging.WARNING)
     try:
-        with contextlib.suppress(urllib.error.HTTPError):  # an answer, if only that it wants Ray's token
-            urllib.request.urlopen(f"{url}/api/version", timeout=ANSWER_TIMEOUT_S).close()
-        return JobSubmissionClient(url)  # waits for ever where nothing answers
+        _probe(url)
+        from ray.job_submission import JobSubmissionClient  # reads RAY_AUTH_MODE when it is imported
+
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        return JobSubmissionClient(url)
     except Exception as error:  # noqa: BLE001  requests', Ray's and JSON's own errors all mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"no Ray Jobs API at {url} ({reason}); accepted: the dashboard of a running cluster, such as "
             f"http://127.0.0.1:{DASHBOARD_PORT}; check the address, or leave --address out to start Ray here"
         ) from error
+
+
+def _probe(url: str) -> None:
+    """OSError where nothing answers: Ray's client would wait for ever. Turns token authentication on where asked."""
+    try:
+        urllib.request.urlopen(f"{url}/api/version", timeout=ANSWER_TIMEOUT_S).close()
+    except urllib.error.HTTPError as refusal:
+        if refusal.code == 401:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray then finds the token where it keeps it
 
 
 def port_is_free(port: int) -> bool:
@@ -87,8 +100,7 @@ def local_head(cpus: float, port: int) -> Iterator[JobSubmissionClient]:
     # Sockets lie under this folder and their paths are limited to about 100 bytes: short, whatever TMPDIR says.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     log = folder / "start.log"
-    # A token of its own, so that other users of this machine cannot run code through our port.
-    os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ.update(_private())
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={folder}",
         "--port=0", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}", "--dashboard-agent-listen-port=0",
@@ -162,7 +174,12 @@ def _last_words(log: Path) -> str:
 def stay_on_loopback() -> None:
     """Make a Ray that this process starts listen on 127.0.0.1 alone. Ray reads it once, when it is imported."""
     if "RAY_ADDRESS" not in os.environ:
-        os.environ.update(ENVIRONMENT)
+        os.environ.update(_private())
+
+
+def _private() -> dict[str, str]:
+    """Variables of a Ray of our own: on loopback, and with a token, so that no other user runs code through it."""
+    return ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @contextlib.contextmanager

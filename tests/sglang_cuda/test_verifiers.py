@@ -129,6 +129,27 @@ def test_a_real_vocabulary(kind: str, filters: dict[str, Any]) -> None:
         assert (committed >= 1).all() and (committed <= BLOCK).all()
 
 
+@pytest.mark.parametrize("kind", ["target_only", "chain"])
+def test_the_bonus_follows_the_distribution_function_of_a_real_vocabulary(kind: str) -> None:
+    """Every candidate has no mass and is rejected, so each bonus is one draw from the law of the first position."""
+    logits = torch.randn(BLOCK, REAL_VOCABULARY) * 2
+    logits[:, 7] = -1e4
+    never = torch.nn.functional.one_hot(torch.full((BLOCK - 1,), 7), REAL_VOCABULARY).float()
+    step = Verify(logits, never, 64)
+    first = step.law[0].double()
+    assert first[7] == 0
+    places = []
+    for _ in range(64):
+        tokens, committed = step.run(kind)
+        assert (committed == 1).all()
+        bonus = tokens[:, 0]
+        step_of_token = torch.rand(len(bonus), dtype=torch.float64, device="cuda") * first[bonus]
+        places.append(first.cumsum(0)[bonus] - step_of_token)
+    ranked = torch.cat(places).sort().values
+    uniform = torch.arange(1, len(ranked) + 1, dtype=torch.float64, device="cuda") / len(ranked)
+    assert (ranked - uniform).abs().max() < 2.2 / len(ranked) ** 0.5  # Kolmogorov and Smirnov, about 1e-4
+
+
 def supported(step: Verify, tokens: Tensor, committed: Tensor) -> Tensor:
     inside = torch.stack([step.law[j][tokens[:, j]] > 0 for j in range(BLOCK)], 1)
     counts = torch.arange(BLOCK, device="cuda") < committed[:, None]

@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from experiments.rollouts import load_rollout as load_rollout
-from experiments.rollouts import save_rollout as save_rollout
 from miles_ext.capability import EngineCapability
 from miles_ext.weights import HandoffReport, WeightManifest
 

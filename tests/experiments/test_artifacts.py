@@ -9,14 +9,13 @@ from experiments.artifacts import (
     arm_and_seed,
     arm_dirs,
     bundle,
-    load_rollout,
     read_handoffs,
     record_handoff,
     record_start,
-    save_rollout,
     verify_manifest,
     write_manifest,
 )
+from experiments.rollouts import load_rollout, save_rollout
 from miles_ext.capability import EngineCapability
 from miles_ext.weights import HandoffReport, TensorEntry, WeightManifest
 from tests.experiments.runs import trajectories

@@ -78,9 +78,10 @@ def require(
     if spec.is_filtered:
         orders = capability.filter_orders
         expect(spec.filter_order in orders, f"filter order {spec.filter_order!r} is not among {list(orders)}")
-    if spec.capture == "complete":
-        cap = capability.max_support
-        expect(spec.max_support <= cap, f"max_support {spec.max_support} exceeds the engine's {cap}")
+    if spec.capture != "off":
+        name = "max_support" if spec.capture == "complete" else "head_size"
+        size, cap = getattr(spec, name), capability.max_support
+        expect(size <= cap, f"{name} {size} exceeds the engine's {cap}")
     try:
         spec.require_vocabulary(capability.vocab_size)
     except ValueError as error:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-GRACE_S = 15.0
+GRACE_S = 10.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 

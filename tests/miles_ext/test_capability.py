@@ -65,6 +65,8 @@ def test_unfiltered_capture_needs_the_strict_refusal_alone():
     require(plain, SamplingSpec(capture="head", head_size=32), "dflash2")
     with pytest.raises(CapabilityError, match="head_size 33 exceeds the vocabulary"):
         require(plain, SamplingSpec(capture="head", head_size=33), "dflash2")
+    with pytest.raises(CapabilityError, match="head_size 32 exceeds the engine's 31"):
+        require(replace(plain, max_support=31), SamplingSpec(capture="head", head_size=32), "dflash2")
     require(replace(plain, patches=frozenset()), SamplingSpec(capture="off"), "dflash2")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,11 @@ class MegatronBackend:
         def forward_step(work: Iterator[tuple[Batch, LossFn]], model: Any) -> tuple[torch.Tensor, Any]:
             batch, loss_fn = next(work)
             packed = pack(batch, self.device)
-            self.rotary.packed = packed
+            self.rotary.packed, rows = packed, packed.rows
+            assert rows is not None
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-                scored = hidden[:, 0].index_select(0, packed.rows)
+                scored = hidden[:, 0].index_select(0, rows)
                 value, sums = head_loss(scored, self._head, self.head_weights, self.config.chunk_tokens, loss_fn)
                 found.extend([] if sums is None else [sums])
                 return value, no_count, {}
@@ -90,9 +91,9 @@ class MegatronBackend:
         return torch.stack(found).sum(0) if found and self.tp_rank == 0 else None
 
     def whole_rows(self, columns: torch.Tensor | None) -> torch.Tensor | None:
-        found: list[torch.Tensor | None] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(columns, found, 0)
-        if found is None:
+        found: list[Any] = [None] * self.world_size
+        dist.gather_object(columns, found if self.rank == 0 else None, 0)
+        if self.rank != 0:
             return None
         # Ranks of one stage that share a vocabulary follow one another in order.
         return torch.cat([part for part in found if part is not None], 1)[:, : self.hf.vocab_size].contiguous()
@@ -112,8 +113,8 @@ class MegatronBackend:
         return float(square.sqrt())
 
     def non_finite_gradients(self) -> list[str]:
-        named = self.state.parameters.items()
-        return [name for name, parameter in named if not parameter.main_grad.isfinite().all()]
+        gradients = {name: cast(Any, parameter).main_grad for name, parameter in self.state.parameters.items()}
+        return [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
 
     def step(self, grad_norm: float) -> float:
         for parameter in self.optimizer.get_parameters():

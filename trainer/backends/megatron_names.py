@@ -37,8 +37,8 @@ class Layout:
 
     copied: the same on every rank. vocabulary: rows, padded with zeros to a multiple of tp. columns: split in dim 1.
     qkv: for each key/value group its queries, its key, its value, one below the other, then split; where there are
-    more ranks than groups the cut goes through a group, and megatron-core gathers the products. gate_up: each rank has its part of
-    gate above its part of up.
+    more ranks than groups the cut goes through a group, and megatron-core gathers the products. gate_up: each rank
+    has its part of gate above its part of up.
     """
 
     kind: Kind

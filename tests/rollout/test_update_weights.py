@@ -115,11 +115,11 @@ def test_a_source_that_breaks_off_changes_nothing(target: Path, draft: Path, oth
     assert engine.capability() == [before]
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("when", ["before", "by"])
 def test_a_flipped_bit_of_the_draft_is_noticed(
     when: str, target: Path, draft: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = _engine(target, draft)
+    engine, handoff = _engine(target, draft), _export(other)
     resident = engine.capability()[0].resident_digest
     assert engine.draft is not None
     private = engine.draft.private_tensors()["mask_embedding"]
@@ -133,6 +133,6 @@ def test_a_flipped_bit_of_the_draft_is_noticed(
             private.view(torch.int32)[3] ^= 1
 
         monkeypatch.setattr(Decoder, "load_hf_tensors", overreaching)
-    with pytest.raises(WeightError, match="private bytes changed"):
-        engine.update_weights(*_export(other))
+    with pytest.raises(WeightError, match=f"private bytes changed {when} the update"):
+        engine.update_weights(*handoff)
     assert engine.weight_version == 0 and engine.capability()[0].resident_digest == resident

@@ -93,6 +93,14 @@ def test_a_proposal_equal_to_the_target_is_always_accepted() -> None:
     assert counts.tolist() == [3] * 4 and torch.equal(tokens[:, :2], drafted) and (tokens[:, 2] == 1).all()
 
 
+def test_a_draft_without_target_mass_is_rejected_even_by_a_zero_uniform() -> None:
+    probs = torch.tensor([0.0, 0.4, 0.6]).expand(1, 2, -1)
+    drafted, zero = torch.tensor([[0]]), torch.zeros(1, 2, dtype=torch.float64)
+    sure = torch.ones(1, 1, 1, dtype=torch.float64)
+    tokens, counts = verify_chain(probs, drafted, drafted[..., None], sure, zero, zero, zero)
+    assert counts.item() == 1 and tokens[0, 0] == 1
+
+
 @pytest.mark.parametrize("slot", range(SLOTS))
 def test_a_slot_without_a_law_commits_minus_one_and_nothing_after(slot: int) -> None:
     probs = torch.zeros(1, SLOTS, VOCAB)

@@ -39,17 +39,15 @@ class Client:
         return asyncio.run(self._generate(bodies))
 
     async def _generate(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-        gate = asyncio.Semaphore(self._concurrency)
-        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
-
         async def one(body: dict[str, Any]) -> Any:
-            async with gate:
-                try:
-                    return self._read("/generate", await http.post("/generate", json=body))
-                except httpx.HTTPError as error:
-                    raise self._silent("/generate", error) from error
+            try:
+                return self._read("/generate", await http.post("/generate", json=body))
+            except httpx.HTTPError as error:
+                raise self._silent("/generate", error) from error
 
-        async with httpx.AsyncClient(base_url=self.url, timeout=self._timeout, limits=limits) as http:
+        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+        timeout = httpx.Timeout(self._timeout, pool=None)  # a request may wait for its turn as long as others take
+        async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits) as http:
             tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
                 return await asyncio.gather(*tasks)

@@ -20,7 +20,7 @@ from rollout.engine import Bucket, Request
 from rollout.sglang_engine.answers import Served, body, completion
 from rollout.sglang_engine.client import Client
 from rollout.sglang_engine.drafts import draft_for
-from rollout.sglang_engine.launch import HOST, command, environment, free_port, require_interpreter
+from rollout.sglang_engine.launch import HOST, command, environment, require_interpreter, reserve_port
 from rollout.sglang_engine.process import ServerProcess
 from rollout.sglang_engine.staging import stage
 from rollout.sglang_engine.weights import apply
@@ -49,22 +49,26 @@ class SglangEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="sglang-", dir=config.sglang.folder))
         self._process: ServerProcess | None = None
         try:
-            self._client = Client(url or self._start(arm, draft), config.request_timeout_s, config.max_concurrency)
-            if self._process is not None:
-                self._process.wait_until(self._decodes, config.sglang.start_timeout_s)
+            if url:
+                self._client = Client(url, config.request_timeout_s, config.max_concurrency)
+            else:
+                self._start(arm, draft)
             self._serving = self._target  # the folder of the weights that are served
             self._read_served()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, arm: ArmKind, draft: Path | None) -> str:
+    def _start(self, arm: ArmKind, draft: Path | None) -> None:
         variables = environment(self._config, self.engine_id)
         require_interpreter(self._config.sglang.python, variables)
         drafting = draft_for(arm, self._target, draft, self._folder)
-        port = free_port(self._config.sglang.ports)
-        self._process = ServerProcess(command(self._config, arm, self._target, drafting, port), variables, self._folder)
-        return f"http://{HOST}:{port}"
+        with reserve_port(self._config.sglang.ports) as reserved:
+            port = reserved.getsockname()[1]
+            line = command(self._config, arm, self._target, drafting, port)
+            self._client = Client(f"http://{HOST}:{port}", self._config.request_timeout_s, self._config.max_concurrency)
+            self._process = ServerProcess(line, variables, self._folder)
+            self._process.wait_until(self._decodes, self._config.sglang.start_timeout_s)
 
     def _decodes(self) -> bool:
         return self._client.reachable() and self.healthy()

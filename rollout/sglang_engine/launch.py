@@ -79,12 +79,18 @@ def require_interpreter(python: Path, variables: dict[str, str]) -> None:
         )
 
 
-def free_port(ports: tuple[int, int] | None) -> int:
-    """A port that nothing listens on now. Raises ValueError where the whole range is taken."""
+def reserve_port(ports: tuple[int, int] | None) -> socket.socket:
+    """A socket that keeps a port from everybody but a server, which may still listen there; close it afterwards.
+
+    A server binds a minute after its port was chosen: on a busy machine a port that was merely free is gone by then.
+    Raises ValueError where the whole range is taken.
+    """
     for port in (0,) if ports is None else range(ports[0], ports[1] + 1):
+        reserved = socket.socket()
         try:
-            with socket.create_server((HOST, port)) as found:
-                return found.getsockname()[1]
+            reserved.bind((HOST, port))  # in earnest: without SO_REUSEADDR it fails beside any other socket
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # but lets a server in, which sets it too
+            return reserved
         except OSError:
-            continue
+            reserved.close()
     raise ValueError(f"every port of rollout.sglang.ports = {ports} on {HOST} is taken; widen the range")

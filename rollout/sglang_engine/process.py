@@ -11,7 +11,7 @@ from pathlib import Path
 from miles_ext.errors import EngineError
 from rollout.sglang_engine import leash
 
-LAST_LINES = 25
+LAST_LINES = 40
 
 
 class ServerProcess:

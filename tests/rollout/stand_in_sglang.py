@@ -25,7 +25,7 @@ sys.exit(main([
 """
 DIES = """
 import sys
-print("\\n".join(f"line {i}" for i in range(40)), flush=True)
+print("\\n".join(f"line {i}" for i in range(60)), flush=True)
 print("RuntimeError: out of memory", file=sys.stderr)
 sys.exit(3)
 """

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from miles_ext.capability import ArmKind
 from miles_ext.errors import CapabilityError, CheckpointError, EngineError, RequestError
 from rollout.config import RolloutConfig
+from rollout.server.running import bind
 from rollout.sglang_engine import leash
 from rollout.sglang_engine.drafts import draft_for
 from rollout.sglang_engine.engine import SglangEngine, eos_ids
-from rollout.sglang_engine.launch import command, environment, free_port
+from rollout.sglang_engine.launch import command, environment, reserve_port
 from rollout.worker import RolloutWorker
 from tests.rollout.served import ROOT, TINY, request
 from tests.rollout.stand_in_sglang import DEAF_CHILD, DIES, HANGS, config, install
@@ -112,8 +113,8 @@ def test_a_server_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as caught:
         open_engine(config(install(tmp_path / "env", DIES), folder=work))
     message = str(caught.value)
-    assert "died while it started (exit 3)" in message and message.endswith("line 39\nRuntimeError: out of memory")
-    assert "line 2\n" not in message and len(message.splitlines()) == 26
+    assert "died while it started (exit 3)" in message and message.endswith("line 59\nRuntimeError: out of memory")
+    assert "line 0\n" not in message and len(message.splitlines()) == 41
     assert list(work.iterdir()) == []
 
 
@@ -180,12 +181,19 @@ def test_arms_and_drafts(tmp_path: Path) -> None:
             draft_for(arm, target, folder, tmp_path)
 
 
-def test_ports() -> None:
+def test_a_reserved_port_is_kept_for_a_server() -> None:
+    with reserve_port(None) as reserved, socket.socket() as other:
+        port = reserved.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(ValueError, match=f"every port of rollout.sglang.ports = \\({port}, {port}\\)"):
+            reserve_port((port, port))
+        with bind("127.0.0.1", port) as server:
+            assert server.getsockname()[1] == port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"every port of rollout.sglang.ports = \\({port}, {port}\\)"):
-            free_port((port, port))
-        assert free_port(None) != port
+        with reserve_port((port, port + 50)) as next_one:
+            assert port < next_one.getsockname()[1] <= port + 50
 
 
 def test_the_command_is_exact() -> None:

@@ -1,7 +1,6 @@
-"""Shows the plugin on running servers (see `servers`), and writes what was found as JSON and as a page.
+"""Shows the plugin on running servers (see `servers`), and writes what was found as JSON (see `page`).
 
     python -m tests.sglang_cuda.show FOLDER OUT.json [--device cpu] [--parts rows,law] [--small] [--commit ID]
-    python -m tests.sglang_cuda.show --page docs/results/h200.json
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from experiments.evidence import Row, document, print_rows, report, write_page
+from experiments.evidence import Row, document, print_rows, report
 from miles_ext.capability import ArmKind
 from tests.sglang_cpu.server import Server
 from tests.sglang_cuda import models, show_cost, show_law, show_refusals, show_rows, show_updates
@@ -25,26 +24,17 @@ from tests.sglang_cuda.servers import KINDS, attach
 
 ARMS: tuple[ArmKind, ...] = ("regular", "dflash", "dflash2")
 PARTS = ("rows", "law", "refusals", "updates", "memory", "cost")
-ABOUT = """The sglang 0.5.23 plugin on one H200. Rows `capability`, `rows`, `float64`, `law`, `support`, `refusals` and
-`updates` are of the tiny pair that ships, in bfloat16; `cost` and `loss` are of eight concurrent responses of 256
-tokens, four interleaved rounds of which the first is dropped, medians of the others (all are listed). `135m` is a
-random Qwen3 with the shape of a small model (30 layers, hidden 576, vocabulary 49,152), `wide` one with a vocabulary
-of 151,936; `stock` is sglang without the plugin. Every row of the last run is here, failures and outliers included."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    if options.page:
-        write_page(options.page.with_suffix(".md"), "One H200", ABOUT, json.loads(options.page.read_text()))
-        return 0
     noted = attach(options.folder)
     servers = {
         name: Server(str(fields["url"]), cast(Any, None), options.folder / f"{name}.log")

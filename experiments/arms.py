@@ -25,9 +25,9 @@ def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> i
 
     Prompts, seeds and initial weights are the same in all arms. An arm that fails is named and the others go on.
     """
-    config = save(config)
     with cluster.session(config.cpus), Follower(console) as follower:
         cluster.require_room(config)
+        config = save(config)
         for seed in config.seeds:
             for arm in config.arms:
                 run_arm(config, arm, seed, follower.line, debug=debug)

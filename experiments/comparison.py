@@ -52,7 +52,7 @@ def summarise(arm_dir: Path) -> dict[str, Any]:
     return {
         "name": arm_dir.name, "arm": arm, "seed": seed, "state": state, "failure": failure,
         "steps": len(rewards), "non_finite": int(sum(series.get("non_finite", {}).values())),
-        "eval": _before_after(series.get("eval/reward", {})),
+        "eval": _before_after(series.get("eval/reward", {}), finished=state == "finished"),
         "reward": _spread(rewards) | {"last_quarter": _last_quarter(rewards)},
         "tokens_per_s": _spread(series.get("rollout/tokens_per_s", {})),
         "accept_length": _spread(series.get("spec/accept_length", {})),
@@ -142,11 +142,13 @@ def _state(arm_dir: Path) -> tuple[str, str]:
     return ("failed" if failure else "finished"), failure
 
 
-def _before_after(points: dict[int, float]) -> dict[str, float | None]:
-    if not points:
-        return {"before": None, "after": None, "gain": None}
+def _before_after(points: dict[int, float], *, finished: bool) -> dict[str, float | None]:
+    """Of a single point: a finished run has one step and says what it became, any other how it began."""
+    if len(points) < 2:
+        (only,) = points.values() or (None,)
+        return {"before": None if finished else only, "after": only if finished else None, "gain": None}
     before, after = points[min(points)], points[max(points)]
-    return {"before": before, "after": after if len(points) > 1 else None, "gain": after - before}
+    return {"before": before, "after": after, "gain": after - before}
 
 
 def _spread(points: dict[int, float]) -> dict[str, float | None]:

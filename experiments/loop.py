@@ -19,6 +19,7 @@ from experiments.progress import step_line
 from experiments.questions import Questions
 from experiments.rollouts import rollout_file, save_rollout
 from experiments.tracking import Tracker
+from miles_ext.errors import SupportError
 from miles_ext.records import Status, Trajectory
 from miles_ext.weights import HandoffReport, WeightManifest
 from rollout.pool import RolloutPool
@@ -95,8 +96,15 @@ def hand_over(
 
 
 def evaluate(pool: RolloutPool, asked: Questions) -> float:
-    """Mean reward."""
-    return float(np.mean(asked.rewards(pool.generate(asked.requests))))
+    """Mean reward. SupportError where a response was cut off for want of a law: it is no wrong answer."""
+    completions = pool.generate(asked.requests)
+    aborted = [i for i, completion in enumerate(completions) if completion.finish_reason == "abort"]
+    if aborted:
+        raise SupportError(
+            f"evaluation: {len(aborted)} of {len(completions)} responses met logits that are not finite, first "
+            f"{asked.requests[aborted[0]].request_id!r}; look at the weights, or lower trainer.lr"
+        )
+    return float(np.mean(asked.rewards(completions)))
 
 
 def keep(folder: Path, config: ExperimentConfig, step: int, trajectories: list[Trajectory], *, audited: bool) -> None:

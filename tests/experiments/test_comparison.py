@@ -39,6 +39,14 @@ def test_figures_are_those_of_the_metrics(tmp_path):
     assert found["accept_length"]["median"] is None and found["steps"] == 8 and found["state"] == "finished"
 
 
+@pytest.mark.parametrize(("failure", "before", "after"), [("", None, 0.5), ("it broke", 0.5, None)])
+def test_one_evaluation_is_the_end_of_a_run_of_one_step_and_the_start_of_any_other(tmp_path, failure, before, after):
+    folder = arm(tmp_path, "regular-s0", 1, failure=failure)
+    first = (folder / "metrics.jsonl").read_text().splitlines()[0]
+    (folder / "metrics.jsonl").write_text(first + "\n")
+    assert compare(tmp_path)["arms"][0]["eval"] == {"before": before, "after": after, "gain": None}
+
+
 def test_arms_with_the_same_prompts_and_weights_are_paired(tmp_path):
     arm(tmp_path, "regular-s0", 1)
     arm(tmp_path, "dflash2-s0", 99)  # other responses, same prompts

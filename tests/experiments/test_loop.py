@@ -1,6 +1,8 @@
 """The loop on real Ray, with models small enough to be quick: what it leaves behind, and that it can be repeated."""
 
 import json
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,9 +11,14 @@ from safetensors import safe_open
 from experiments.arms import run_arm
 from experiments.artifacts import read_handoffs, verify_manifest
 from experiments.config import ExperimentConfig
+from experiments.loop import evaluate
+from experiments.questions import Questions
 from experiments.rollouts import load_rollout, rollout_file
 from experiments.tracking import read_metrics
+from miles_ext.errors import SupportError
 from miles_ext.records import Status
+from rollout.embedded.engine import EmbeddedEngine
+from rollout.pool import RolloutPool
 from tests.rollout.tiny import write_draft, write_target
 
 pytestmark = pytest.mark.ray
@@ -84,6 +91,17 @@ def test_arms_see_the_same_prompts_and_begin_from_the_same_weights(ray_cluster, 
     starts = [json.loads((folder / "start.json").read_text()) for folder in found]
     assert starts[0]["weights_digest"] == starts[1]["weights_digest"]
     assert [s["capabilities"][0]["arm"] for s in starts] == ["regular", "dflash2"]
+
+
+def test_an_evaluation_without_laws_is_an_error_not_a_low_reward(models):
+    config = ExperimentConfig.model_validate({"name": "exp", "arms": [{"name": "a", "kind": "regular"}]})
+    engine = EmbeddedEngine(models["target"], context_length=48)
+    asked = Questions.held_out(config, 0)
+    asked = replace(asked, requests=asked.requests[:3])
+    assert 0 <= evaluate(cast(RolloutPool, engine), asked) <= 1
+    engine.target.norm.fill_(float("nan"))
+    with pytest.raises(SupportError, match="3 of 3 responses met logits that are not finite, first 'held out 0"):
+        evaluate(cast(RolloutPool, engine), asked)
 
 
 FILTERED = {"top_p": 0.9, "max_support": 27}  # about half of the random target's responses hold a larger law

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from experiments.config_errors import explain
 from miles_ext.capability import ArmKind
@@ -120,7 +120,7 @@ class ExperimentConfig(Section):
     """Group of the runs in W&B and folder of the results; the name of the settings file where it says none."""
     arms: tuple[ArmConfig, ...] = Field(min_length=1)
     """The sides of the comparison."""
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     """Each seed gives every arm its prompts and draws."""
     steps: int = Field(default=40, ge=1)
     """Rollouts, each followed by trainer.updates_per_rollout optimizer updates and a handoff."""
@@ -173,6 +173,11 @@ class ExperimentConfig(Section):
                 raise ValueError(f"{plural} {', '.join(twice)} occur twice; accepted: each once")
         if self.sampling.capture == "off":
             raise ValueError("sampling.capture is 'off': training needs the recorded laws; set it to complete or head")
+        if self.task.samples == 1 and self.trainer.advantage != "raw":
+            raise ValueError(
+                f"task.samples is 1 beside trainer.advantage {self.trainer.advantage!r}, which compares the responses "
+                "of a prompt; accepted: more samples, or advantage raw"
+            )
         for arm in self.arms:
             if arm.overrides:
                 self.for_arm(arm)

@@ -34,6 +34,11 @@ def submit(
     Results land in the output directory of this machine's file system. Returns the job's own exit code.
     """
     config = load(file, overrides)
+    if not file.resolve().is_relative_to(Path.cwd()):
+        raise ValueError(
+            f"{file} is outside {Path.cwd()}, which travels with the job; accepted: a settings file below it; copy it "
+            "here"
+        )
     config.model.require_files(config.arms)
     output_dir = config.output_dir.resolve()
     arguments = [*(part for key, value in overrides for part in (f"--{key}", value)), "--output_dir", str(output_dir)]

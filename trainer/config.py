@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EstimatorSettings(BaseModel):
@@ -18,10 +20,16 @@ class EstimatorSettings(BaseModel):
     """`diagnose` computes every metric of the correction and applies nothing."""
     tis_clip: float = Field(default=2.0, gt=0)
     """Largest weight of mode tis."""
-    mis_low: float = Field(default=0.5, ge=0)
+    mis_low: float = Field(default=0.5, gt=0)
     """Mode mis masks tokens whose ratio is below this."""
     mis_high: float = Field(default=5.0, gt=0)
     """Mode mis masks tokens whose ratio is above this."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> EstimatorSettings:
+        if not self.mis_low < self.mis_high:
+            raise ValueError(f"mis_low is {self.mis_low} beside mis_high {self.mis_high}; accepted: mis_low < mis_high")
+        return self
 
 
 class TrainerConfig(BaseModel):
@@ -50,7 +58,7 @@ class TrainerConfig(BaseModel):
     """Of the weights that are trained."""
     lr: float = Field(default=3e-4, ge=0)
     """Learning rate of AdamW after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to AdamW's denominator."""
@@ -81,9 +89,11 @@ class TrainerConfig(BaseModel):
     estimator: EstimatorSettings = EstimatorSettings()
 
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainerConfig:
+    def _check(self) -> TrainerConfig:
         if self.backend == "torch" and (self.tp, self.pp) != (1, 1):
             raise ValueError(f"tp={self.tp} and pp={self.pp} with backend torch; set trainer.backend to megatron")
+        if not self.cpus_per_worker + self.gpus_per_worker > 0:
+            raise ValueError("cpus_per_worker and gpus_per_worker are both 0; accepted: at least one of them above 0")
         if self.workers % (self.tp * self.pp):
             raise ValueError(
                 f"workers={self.workers} ranks cannot be split into tp={self.tp} x pp={self.pp}; "

@@ -28,6 +28,7 @@ TINY = Path("experiments/models/tiny")
         (["run", QUICKSTART, "--sampling.temperature", "-0.5"], ["temperature is -0.5", "finite and >= 0"]),
         (["run", QUICKSTART, "--model.target", "no/model"], ["model.target is no/model", "models make"]),
         (["submit", QUICKSTART, "--model.draft", "no/draft"], ["model.draft is no/draft", "models make"]),
+        (["submit", Path("/dev/null")], ["no file /dev/null"]),
         (["audit", "no/run"], ["no/run"]),
         (["report", "no/run"], ["no/run"]),
         (["validate", "nothing"], ["nothing", "filters"]),
@@ -39,6 +40,13 @@ def test_one_line_names_the_value_and_the_mend(arguments, words, capsys):
     line = capsys.readouterr().err
     assert line.startswith("error: ") and line.count("\n") == 1
     assert all(word in line for word in words), line
+
+
+def test_a_settings_file_that_would_not_travel_with_the_job_is_refused(tmp_path, capsys):
+    file = Path(shutil.copy(QUICKSTART, tmp_path))
+    assert main(["submit", str(file)]) == 2
+    line = capsys.readouterr().err
+    assert f"{file} is outside {Path.cwd()}" in line and line.count("\n") == 1
 
 
 def test_a_busy_port_is_named():
@@ -63,6 +71,7 @@ def test_a_ray_address_where_nothing_listens_is_named_soon(tmp_path):
     done = call("run", QUICKSTART, "--output_dir", tmp_path, RAY_ADDRESS="127.0.0.1:9")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:9" in done.stderr and "correct or unset it" in done.stderr
+    assert not list(tmp_path.iterdir()), "no run began"
 
 
 @pytest.mark.ray

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 
@@ -14,7 +15,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a model folder holds config.json beside its safetensors weights")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); restore the file") from error
 
 
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -29,7 +33,10 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file} does not exist; weights are read from safetensors files only")
-        tensors.update(load_file(folder / file))
+        try:
+            tensors.update(load_file(folder / file))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / file} is no safetensors file ({error}); restore the file") from error
     return tensors
 
 

@@ -56,10 +56,14 @@ class EmbeddedEngine:
             raise CheckpointError(f"arm {arm!r} needs a draft checkpoint and got none; name one, or use 'regular'")
         if dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"dtype is {dtype!r}; accepted: float32, bfloat16, float64")
+        if max_concurrency < 1 or (threads is not None and threads < 1):
+            raise ValueError(f"max_concurrency is {max_concurrency} and threads {threads}; accepted: at least 1")
         if threads:
             torch.set_num_threads(threads)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {device!r} and torch sees no GPU; accepted here: auto or cpu")
         self.kind: ArmKind = arm
         self.engine_id = engine_id or f"embedded-{os.getpid()}"
         self.context_length, self.max_concurrency = context_length, max_concurrency

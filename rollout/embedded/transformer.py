@@ -56,6 +56,9 @@ class BlockConfig:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ValueError(f"rope_type {kind!r} is not supported, only 'default' and 'llama3'")
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in needed if key not in config]:
+            raise ValueError(f"config.json says nothing of {missing}; restore the file")
         heads = config["num_attention_heads"]
         return cls(
             model_type=model_type,

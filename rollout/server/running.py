@@ -21,9 +21,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         found.bind((host, port))
         found.listen(1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         found.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+        reason = error.strerror if isinstance(error, OSError) else "a port is a number from 0 to 65535"
+        raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from error
     return found
 
 

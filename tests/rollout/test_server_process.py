@@ -1,13 +1,16 @@
 """The command, and what the server says of itself."""
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from miles_ext.capability import require
 from miles_ext.sampling import SamplingSpec
@@ -63,6 +66,42 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_line_and_exit_code_1(capsys:
     assert main(["--target", str(TINY / "target"), "--arm", "dflash2", "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "needs a draft" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "99999"], "from 0 to 65535"),
+        (["--max-concurrency", "0"], "max_concurrency is 0"),
+        (["--threads", "-1"], "threads -1"),
+        (["--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_clear_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--target", str(TINY / "target"), "--port", "0", *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", "{", "is not JSON"),
+        ("config.json", '{"model_type": "qwen3"}', "says nothing of"),
+        ("model.safetensors", "no tensors", "is no safetensors file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_clear_line(
+    file: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(TINY / "target", tmp_path / "target")
+    (target / file).write_text(content)
+    assert main(["--target", str(target), "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

@@ -25,7 +25,7 @@ class WeightManifest:
     """What a handoff delivers: HF names (tied heads once), cast to the engine's dtype.
 
     version: monotone; sglang gets its decimal string.
-    transform: a declared change (quantisation, noise), applied by the rollout side once the received digest is verified.
+    transform: a declared change (quantisation, noise), applied on the rollout side after the digest is verified.
     """
 
     version: int

@@ -14,7 +14,7 @@ from tests.trainer.test_ranks import free_ports
 from trainer.backends.torch import TorchBackend
 from trainer.config import TrainerConfig
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]  # six processes; a minute when alone
 CASES = TWO | FOUR
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 UNEVEN = 23  # tokens of the vocabulary that two ranks cannot share without padding
@@ -88,11 +88,20 @@ def unrounded_norms(backend):
                 setattr(module, name, same)
 
 
-def close(found, expected, bound):
+@pytest.fixture(scope="module")
+def measured():
+    """Largest differences found, by case and quantity; `pytest -s` prints them."""
+    table: dict[str, dict[str, float]] = {}
+    yield table
+    for name, found in table.items():
+        print(f"\n{name:18}", *(f"{what} {value:.1e}" for what, value in found.items()), end="")
+
+
+def apart(found, expected):
     """Largest difference, in units of the largest expected entry."""
     assert found.shape == expected.shape
     found, expected = found.double(), expected.double()
-    return bool(((found - expected).abs().max() <= bound * expected.abs().max()).item())
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,33 +117,40 @@ def test_weights_come_back_bit_for_bit(targets, outcomes, name):
     ("name", "law", "mode"),
     [(name, law, mode) for name, case in CASES.items() for law in case.laws for mode in case.modes],
 )
-def test_logits_laws_and_gradients_are_those_of_torch(outcomes, reference, name, law, mode):
+def test_logits_laws_and_gradients_are_those_of_torch(outcomes, reference, measured, name, law, mode):
     case = CASES[name]
-    found, (expected, _) = outcomes[0][name][law, mode], reference(case)
-    expected = expected[law, mode]
+    found, expected = outcomes[0][name][law, mode], reference(case)[0][law, mode]
     bound = 1e-12 if case.dtype == "float64" else 1e-5
     order = {place: row for row, place in enumerate(map(tuple, expected["places"].T.tolist()))}
     rows = [order[place] for place in map(tuple, found["places"].T.tolist())]
     everything = (4 if name in FOUR else 2) == case.tp * case.pp  # else data rank 0 scores its share
     assert 5 < len(rows) <= len(order) and everything == (len(rows) == len(order))
-    assert close(found["logits"], expected["logits"][rows], bound)
-    sampled, support, lse = found["support"]
-    assert close(sampled, expected["support"][0][rows], bound) and close(lse, expected["support"][2][rows], bound)
+    (sampled, support, lse), (its_sampled, its_support, its_lse) = found["support"], expected["support"]
+    here = {
+        "logits": apart(found["logits"], expected["logits"][rows]),
+        "laws": max(apart(sampled, its_sampled[rows]), apart(lse, its_lse[rows])),
+        "norm": abs(found["norm"] / expected["norm"] - 1),
+    }
     if everything:
-        assert close(support.sort().values, expected["support"][1].sort().values, bound)
-    assert torch.allclose(found["sums"], expected["sums"], rtol=bound, atol=bound)
-    assert np.isclose(found["norm"], expected["norm"], rtol=bound, atol=0)
+        here["laws"] = max(here["laws"], apart(support.sort().values, its_support.sort().values))
     assert found["gradients"].keys() == expected["gradients"].keys()
-    for key, gradient in expected["gradients"].items():
-        assert gradient.abs().max() > 1e-4 and close(found["gradients"][key], gradient, bound), key
+    assert all(gradient.abs().max() > 1e-4 for gradient in expected["gradients"].values())
+    each = {key: apart(found["gradients"][key], gradient) for key, gradient in expected["gradients"].items()}
+    here["gradients"] = max(each.values())
+    seen = measured.setdefault(name, {})
+    seen.update({what: max(value, seen.get(what, 0.0)) for what, value in here.items()})
+    assert max(here.values()) < bound, (here, max(each, key=each.__getitem__))
+    assert torch.allclose(found["sums"], expected["sums"], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.steps and case.dtype == "float32"])
-def test_three_updates_are_those_of_torch(targets, outcomes, reference, name):
+def test_three_updates_are_those_of_torch(outcomes, reference, measured, name):
     found, (expected, _) = outcomes[0][name], reference(CASES[name])
     bound = 1e-6 if "eps" in name else 1e-4
+    each = {key: float((found["trained"][key] - weight).abs().max()) for key, weight in expected["trained"].items()}
+    measured.setdefault(name, {})["weights after 3 updates"] = max(each.values())
+    assert max(each.values()) < bound, each
     for key, weight in expected["trained"].items():
-        assert (found["trained"][key] - weight).abs().max() < bound, key
         assert (weight - expected["initial"][key]).abs().max() > 5 * bound, key
     assert found["metrics"].keys() == expected["metrics"].keys()
     for key, value in expected["metrics"].items():

@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments.evidence import all_of, write_page
 
-ABOUT = """The sglang 0.5.23 plugin on one H200. `functions` are the tests of `tests/sglang_cuda`. Rows `capability`, `rows`,
-`float64`, `law`, `support`, `refusals` and `updates` are of the tiny pair that ships, in bfloat16; `float64` compares
+ABOUT = """The sglang 0.5.23 plugin on one H200. `functions` are the tests of `tests/sglang_cuda`. Rows `capability`,
+`rows`, `float64`, `law`, `support`, `refusals` and `updates` are of the tiny pair that ships, in bfloat16; `float64` compares
 recorded rows with transformers in float64 on the same weights, and reports what bfloat16 leaves. `cost` and `loss` are
 of eight concurrent responses of 256 tokens in interleaved rounds, of which the first is dropped; medians of the others,
 all of which are listed. `135m` is a random Qwen3 with the shape of a small model (30 layers, hidden 576, vocabulary

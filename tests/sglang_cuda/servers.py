@@ -27,7 +27,7 @@ HEALTH_TIMEOUT_S = 420
 FLAGS = [
     "--attention-backend", "triton", "--mem-fraction-static", "0.4", "--cuda-graph-backend-prefill=disabled",
     "--dtype", "bfloat16", "--max-total-tokens", "65536", "--max-running-requests", "128", "--context-length", "512",
-    "--log-level", "info", "--skip-server-warmup", "--sleep-on-idle",
+    "--log-level", "info", "--skip-server-warmup",
 ]  # fmt: skip
 
 

@@ -33,6 +33,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--laws", default=",".join(show_law.CASES))
+    parser.add_argument("--samples", type=int, default=5120, help="responses a law and arm")
+    parser.add_argument("--costs", default="", help="servers of the part cost; all without it")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     noted = attach(options.folder)
@@ -42,13 +45,14 @@ def main() -> int:
     }
     found = [report(f"servers/{name}", float(fields["seconds"]), "s to health") for name, fields in noted.items()]
     for part in options.parts.split(","):
-        found += run(part, servers, options.device, options.small)
+        found += run(part, servers, options)
         save(options.out, found, options.commit)
     print_rows(found)
     return int(not all(row.passed for row in found))
 
 
-def run(part: str, servers: dict[str, Server], device: str, small: bool) -> list[Row]:
+def run(part: str, servers: dict[str, Server], options: argparse.Namespace) -> list[Row]:
+    device, small = options.device, options.small
     arms: dict[ArmKind, Server] = {arm: servers[arm] for arm in ARMS if arm in servers}
     first = time.monotonic()
     found: list[Row] = []
@@ -56,7 +60,7 @@ def run(part: str, servers: dict[str, Server], device: str, small: bool) -> list
         for arm, server in arms.items():
             found += attempt(f"{part}/{arm}", show_rows.rows, server, arm, device, 4 if small else 64)
     elif part == "law":
-        found += attempt(part, show_law.rows, arms, 40 if small else 5120, device)
+        found += attempt(part, show_law.rows, arms, options.laws.split(","), options.samples, device)
     elif part == "refusals":
         for arm, server in arms.items():
             found += attempt(f"{part}/{arm}", show_refusals.rows, server, arm)
@@ -72,7 +76,7 @@ def run(part: str, servers: dict[str, Server], device: str, small: bool) -> list
         for name, server in servers.items():
             kind = KINDS[name]
             vocabulary = 512 if kind.model == "tiny" else models.SIZES[kind.model].vocabulary
-            if name not in ("no_verifier", "memory_saver"):
+            if name in (options.costs.split(",") if options.costs else set(KINDS) - {"no_verifier", "memory_saver"}):
                 length, stock = 16 if small else 256, name.startswith("stock")
                 found += attempt(f"{part}/{name}", show_cost.rows, server, name, length, vocabulary, not stock)
     print(f"{part}: {time.monotonic() - first:.0f} s", flush=True)

@@ -16,7 +16,7 @@ from miles_ext.sampling import SamplingSpec
 from tests.sglang_cpu.answers import params
 from tests.sglang_cpu.server import Server
 
-CONCURRENT, ROUNDS = 8, 4
+CONCURRENT, ROUNDS = 8, 8
 UNFILTERED, NUCLEUS, LARGE = {}, {"top_k": 50, "top_p": 0.95}, {"top_k": 1024}
 # name: sampled as, captured as (None: not at all), whose loss against the first of the same filters, the gate
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, float]] = {

@@ -14,44 +14,44 @@ from tests.sglang_cpu.answers import Answer, ask
 from tests.sglang_cpu.server import Server
 from tests.sglang_cuda import target
 
-PROMPT = [5, 6, 7, 8]  # no text the target knows: it is uncertain from the first token on
 LENGTH = 6
 BATCH = 512
-PLACES = {"0, 1": (0, 1), "1, 4": (1, 4)}  # the first token comes from the prefill in every arm
-SPECS = {
-    "T1": SamplingSpec(capture="head", head_size=32),
-    "T1 k4 p0.9": SamplingSpec(top_k=4, top_p=0.9),
-    "T0.7 k32 p0.95": SamplingSpec(temperature=0.7, top_k=32, top_p=0.95),
+# No texts that the target knows: it is uncertain at these places. Token 0 comes from the prefill in every arm.
+FIRST, SECOND = ([5, 6, 7, 8], ((0, 1), (1, 4))), ([200, 13, 77, 9], ((1, 2), (2, 3)))
+CASES = {
+    "T1": (SamplingSpec(capture="head", head_size=32), *FIRST),
+    "T1 k4 p0.9": (SamplingSpec(top_k=4, top_p=0.9), *FIRST),
+    "T1 k4 p0.9 other prompt": (SamplingSpec(top_k=4, top_p=0.9), *SECOND),
+    "T0.7 k32 p0.95": (SamplingSpec(temperature=0.7, top_k=32, top_p=0.95), *FIRST),
 }
-SIZED = "T1 k4 p0.9"
 BINS = 50
 
 
-def rows(servers: dict[ArmKind, Server], count: int, device: str) -> list[Row]:
+def rows(servers: dict[ArmKind, Server], names: list[str], count: int, device: str) -> list[Row]:
     found = []
-    for name, spec in SPECS.items():
-        drawn = {arm: draw(server, spec, count) for arm, server in servers.items()}
-        again = draw(servers["regular"], spec, count)
+    for name in names:
+        spec, prompt, places_of_case = CASES[name]
+        drawn = {arm: draw(server, spec, prompt, count) for arm, server in servers.items()}
+        again = draw(servers["regular"], spec, prompt, count)
         tokens = {arm: np.array([answer.ids for answer in answers]) for arm, answers in drawn.items()}
         pooled = np.concatenate([tokens["regular"], np.array([answer.ids for answer in again])])
-        for label, places in PLACES.items():
+        for places in places_of_case:
             for arm, sample in tokens.items():
-                title = f"law/{arm} {name}, tokens {label}"
+                title = f"law/{arm} {name}, tokens {places[0]}, {places[1]}"
                 found.append(judge(title, sample[:, places], pooled[:, places], THRESHOLD))
         if spec.capture == "complete":
             found += [calibration(f"law/{arm} {name}, tokens in their rows", drawn[arm]) for arm in servers]
             for arm in servers:
                 if arm != "regular":
                     found += same_context(arm, name, drawn["regular"], drawn[arm])
-        if name == SIZED:
-            found.append(other_order(drawn["regular"], spec, device))
+            found.append(other_order(f"support/joint instead, {name}", drawn["regular"], spec, device))
     return found
 
 
-def draw(server: Server, spec: SamplingSpec, count: int) -> list[Answer]:
+def draw(server: Server, spec: SamplingSpec, prompt: list[int], count: int) -> list[Answer]:
     answers = []
     for first in range(0, count, BATCH):
-        prompts = [PROMPT] * min(BATCH, count - first)
+        prompts = [prompt] * min(BATCH, count - first)
         answers += ask(server, prompts, spec, max_new_tokens=LENGTH, ignore_eos=True)
     return answers
 
@@ -86,6 +86,9 @@ def same_context(arm: ArmKind, name: str, regular: list[Answer], other: list[Ans
     largest = [max(map(len, rows.values())) for rows in (here, there)]
     detail = f"{len(common)} contexts met by both; mean size {sizes[0]:.3f} regular, {sizes[1]:.3f} {arm}; largest of "
     detail += f"all {largest[0]} and {largest[1]}; total variation mean {np.mean(apart):.5f}, max {max(apart):.5f}"
+    unlike = next((key for key in common if len(here[key]) != len(there[key])), None)
+    if unlike is not None:
+        detail += f"; after {list(unlike)}: regular {written(here[unlike])}, {arm} {written(there[unlike])}"
     return [at_least(f"support/{arm} {name}", equal / len(common), 0.95, "of sizes equal to regular", detail)]
 
 
@@ -101,14 +104,18 @@ def by_context(answers: list[Answer]) -> dict[tuple[int, ...], dict[int, float]]
     return found
 
 
+def written(row: dict[int, float]) -> str:
+    return ", ".join(f"{token}: {prob:.5f}" for token, prob in row.items())
+
+
 def distance(one: dict[int, float], other: dict[int, float]) -> float:
     return sum(abs(one.get(token, 0.0) - other.get(token, 0.0)) for token in one.keys() | other.keys()) / 2
 
 
-def other_order(answers: list[Answer], spec: SamplingSpec, device: str) -> Row:
+def other_order(name: str, answers: list[Answer], spec: SamplingSpec, device: str) -> Row:
     """The control: how many sizes the other filter order would change."""
     some = answers[:256]
     logits = target.logits([answer.prompt for answer in some], [answer.ids for answer in some], device)
     first, joint = ((target.law(logits, spec, order) > 0).sum(-1) for order in ("top_k_first", "joint"))
     share = float((first != joint).double().mean())
-    return report("support/joint instead", share, "of sizes differ", "the same contexts under the other filter order")
+    return report(name, share, "of sizes differ", "the same contexts under the other filter order")

@@ -78,7 +78,7 @@ def test_the_kernels_are_those_that_sglang_ships(kind: Any) -> None:
 @pytest.mark.parametrize("kind", ["target_only", "chain"])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7, "temperature": 0.6}])
 def test_each_position_is_drawn_from_the_law(kind: str, filters: dict[str, Any]) -> None:
-    vocabulary, rows, rounds = 24, 4096, 10
+    vocabulary, rows, rounds = 24, 4096, 30
     logits = torch.randn(BLOCK, vocabulary)
     # Half of it likes what the target likes: every position is reached, and every one is rejected at times.
     draft = (torch.softmax(3 * logits[:-1], -1) + poor_draft(vocabulary)) / 2

@@ -13,14 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import all_of, write_page
+from experiments.evidence import all_of, report, write_page
 
-ABOUT = """The sglang 0.5.23 plugin on one H200. `functions` are the tests of `tests/sglang_cuda`. Rows `capability`,
-`rows`, `float64`, `law`, `support`, `refusals` and `updates` are of the tiny pair that ships, in bfloat16; `float64` compares
-recorded rows with transformers in float64 on the same weights, and reports what bfloat16 leaves. `cost` and `loss` are
-of eight concurrent responses of 256 tokens in interleaved rounds, of which the first is dropped; medians of the others,
-all of which are listed. `135m` is a random Qwen3 with the shape of a small model (30 layers, hidden 576, vocabulary
-49,152), `wide` one with a vocabulary of 151,936; `stock` is sglang without the plugin."""
+ABOUT = """The sglang 0.5.23 plugin on one H200.
+
+- `functions` are the tests of `tests/sglang_cuda`.
+- `capability`, `rows`, `float64`, `law`, `support`, `refusals` and `updates` are of the tiny pair that ships, in
+  bfloat16. `float64` compares recorded rows with transformers in float64 on the same weights, and reports what
+  bfloat16 leaves. `law` compares arms with each other (chi-square over two tokens) and tokens with the rows recorded
+  beside them. Arms run different kernels: where two logits are equal in bfloat16 in one of them and not in the other,
+  at a cutoff, their supports differ in that context, `support` names it, and the chi-square between arms sees it.
+- `cost` and `loss` are of eight concurrent responses of 256 tokens in interleaved rounds, of which the first is
+  dropped; medians of the others, all of which are listed. The servers of all arms were up, idle, on the same GPU.
+  `135m` is a random Qwen3 with the shape of a small model (30 layers, hidden 576, vocabulary 49,152), `wide` one with
+  a vocabulary of 151,936, `stock` is sglang without the plugin, and `overhead` compares with it."""
 
 
 def main(file: Path, parts: list[Path]) -> None:
@@ -36,8 +42,22 @@ def join(parts: list[Path]) -> dict[str, Any]:
         "command": "; ".join(document["command"] for document in documents),
         "versions": first["versions"],
         "hardware": first["hardware"],
-        "rows": [row for document in documents for row in document["rows"]],
+        "rows": [row for document in documents for row in document["rows"] + overhead(document["rows"])],
     }
+
+
+def overhead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the plugin costs, capture off and on, against the stock server of the same model and filters."""
+    rates = {row["name"].removeprefix("cost/"): row["value"] for row in rows if row["name"].startswith("cost/")}
+    found = []
+    for name, rate in rates.items():
+        server, _, case = name.partition(" ")
+        filters = re.sub(" (K[0-9]+|captured)$", "", case)
+        stock = rates.get(f"{server.replace('regular', 'stock')} {filters}")
+        if stock and server.startswith("regular"):
+            detail = f"{rate:.0f} tok/s, stock {stock:.0f} without capture"
+            found.append(report(f"overhead/{name}", 100 * (1 - rate / stock), "% below stock", detail).as_json())
+    return found
 
 
 def tests(log: Path) -> dict[str, Any]:

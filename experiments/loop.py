@@ -43,6 +43,7 @@ def train_arm(
         manifest, reports = hand_over(trainer, pool, FIRST_VERSION, config.rollout.dtype)
         capabilities = pool.capability()
         drafts = {capability.draft_digest for capability in capabilities}
+        vocab_size = capabilities[0].vocab_size
         record_start(folder, manifest, capabilities)
         record_handoff(folder, -1, manifest, reports)
 
@@ -54,7 +55,7 @@ def train_arm(
             asked = Questions.training(config, seed, step)
             completions = pool.generate(asked.requests)
             sampled = time.perf_counter()
-            trajectories = asked.trajectories(completions)
+            trajectories = asked.trajectories(completions, vocab_size)
             metrics = rollout_figures(trajectories, sampled - started)
             audited = step == config.audited_step
             keep(folder, config, step, trajectories, audited=audited)

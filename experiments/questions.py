@@ -20,7 +20,7 @@ from rollout.engine import Request
 class Questions:
     """Prompts of one step, `samples` requests each, prompt by prompt.
 
-    Example: asked = Questions.training(config, seed=0, step=3); asked.trajectories(pool.generate(asked.requests))
+    Example: asked = Questions.training(config, seed=0, step=3); asked.trajectories(pool.generate(asked.requests), 512)
     """
 
     task: Any
@@ -68,12 +68,15 @@ class Questions:
             for index, completion in enumerate(completions)
         ]
 
-    def trajectories(self, completions: Sequence[Completion]) -> list[Trajectory]:
-        """What training needs; the loss mask leaves out tokens whose law is not sound, and decides nothing else."""
+    def trajectories(self, completions: Sequence[Completion], vocab_size: int) -> list[Trajectory]:
+        """What training needs; the loss mask leaves out tokens whose law is not sound, and decides nothing else.
+
+        SupportError where a row breaks the contract, whichever engine sent it: it is trained on nowhere.
+        """
         return [
             Trajectory(
-                completion=completion, prompt_id=self.first_id + index // self.samples, group=index // self.samples,
-                reward=reward, loss_mask=_sound(completion),
+                completion=completion.check(vocab_size), prompt_id=self.first_id + index // self.samples,
+                group=index // self.samples, reward=reward, loss_mask=_sound(completion),
             )
             for index, (completion, reward) in enumerate(zip(completions, self.rewards(completions), strict=True))
         ]  # fmt: skip

@@ -104,6 +104,19 @@ def test_an_evaluation_without_laws_is_an_error_not_a_low_reward(models):
         evaluate(cast(RolloutPool, engine), asked)
 
 
+def test_rows_that_break_the_contract_never_become_trajectories(models):
+    config = ExperimentConfig.model_validate({"name": "exp", "arms": [{"name": "a", "kind": "regular"}]})
+    engine = EmbeddedEngine(models["target"], context_length=48)
+    asked = Questions.training(config, 0, 0)
+    asked = replace(asked, requests=asked.requests[:2])
+    first, second = engine.generate(asked.requests)
+    assert len(asked.trajectories([first, second], engine.vocab_size)) == 2
+    assert second.support is not None
+    late = replace(second, response_ids=np.roll(second.response_ids, 1))
+    with pytest.raises(SupportError, match="the sampled logprob differs"):
+        asked.trajectories([first, late], engine.vocab_size)
+
+
 FILTERED = {"top_p": 0.9, "max_support": 27}  # about half of the random target's responses hold a larger law
 
 

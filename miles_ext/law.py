@@ -6,7 +6,7 @@ law is the sampling law by construction and not by agreement between implementat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -187,34 +187,6 @@ def _small_top(probs: Float[Tensor, "n v"], k: int) -> tuple[Tensor, Tensor] | N
     keys = np.sort((bits << 32 | (v - 1 - flat % v)).reshape(n, k), axis=-1)[:, ::-1]
     values = (keys >> 32).astype(np.int32).view(np.float32)
     return torch.from_numpy(values), torch.from_numpy(v - 1 - (keys & 0xFFFFFFFF))
-
-
-class PackedSupport(NamedTuple):
-    """Complete supports as flat rows, each in falling order of probability.
-
-    ids: int32 [nnz]. logprobs: [nnz], natural logs. lengths: int64 [n]. overflow: bool [n].
-    """
-
-    ids: Int[Tensor, " nnz"]
-    logprobs: Float[Tensor, " nnz"]
-    lengths: Int[Tensor, " n"]
-    overflow: Bool[Tensor, " n"]
-
-
-def pack_support(probs: Float[Tensor, "n v"], max_support: int) -> PackedSupport:
-    """Every token of positive probability. A row with more than max_support of them is flagged and left empty, never
-    cut short; an invalid row is empty too."""
-    counts = (probs > 0).sum(-1)
-    overflow = counts > max_support
-    lengths = torch.where(overflow, 0, counts)
-    width = int(lengths.max()) if len(lengths) else 0
-    if probs.device.type == "cpu" and 4 * width > probs.shape[1]:
-        ids = torch.from_numpy(np.argsort(-probs.numpy(), axis=-1)[:, :width])  # vectorised, unlike a wide topk
-        values = probs.gather(1, ids)
-    else:
-        values, ids = probs.topk(width, dim=-1, sorted=True)
-    kept = torch.arange(width, device=probs.device) < lengths[:, None]
-    return PackedSupport(ids[kept].int(), values[kept].log(), lengths, overflow)
 
 
 def _divide(z: Tensor, heat: NDArray) -> Tensor:

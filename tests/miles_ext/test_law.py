@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from miles_ext.law import NARROW, head, invalid, law, pack_support, residual, sample
+from miles_ext.law import NARROW, head, invalid, law, residual, sample
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "filters.json").read_text())
 
@@ -153,8 +153,6 @@ def test_bad_logits_make_the_row_invalid_and_only_it(bad, top_k, top_p, temperat
     assert torch.equal(probs[:1], law(logits[:1], temperature, top_k, top_p))
     uniforms = torch.full((4,), 0.5, dtype=torch.float64)
     assert (sample(probs, uniforms)[1:] == -1).all()
-    packed = pack_support(probs, 4)
-    assert packed.lengths[1:].tolist() == [0, 0, 0]
 
 
 def test_minus_infinity_is_a_forbidden_token():
@@ -233,32 +231,6 @@ def test_residual_without_mass_is_the_target_and_nan_stays_nan():
     bonus = residual(p, q)
     assert bonus[0].tolist() == [0.5, 0.5] and bonus.dtype == torch.float32
     assert bonus[1].isnan().all()
-
-
-@pytest.mark.parametrize("top_p", [0.8, 1.0])
-def test_packed_support_is_the_law_in_falling_order(top_p):
-    probs = law(torch.randn(7, 50, generator=torch.Generator().manual_seed(4)), 0.7, 0, top_p)
-    packed = pack_support(probs, 50)
-    assert not packed.overflow.any() and packed.ids.dtype == torch.int32
-    rebuilt = torch.zeros_like(probs)
-    start = 0
-    for i, length in enumerate(packed.lengths.tolist()):
-        ids, logprobs = packed.ids[start : start + length].long(), packed.logprobs[start : start + length]
-        assert (logprobs.diff() <= 0).all()
-        rebuilt[i, ids] = logprobs.exp()
-        start += length
-    assert start == len(packed.ids)
-    assert torch.equal(rebuilt > 0, probs > 0)
-    assert (rebuilt - probs).abs().max() <= 1e-7
-
-
-def test_a_support_beyond_the_cap_is_flagged_and_empty_never_cut():
-    probs = law(torch.tensor([[3.0, 2.0, 1.0, 1.0, 1.0, 0.0]]).repeat(2, 1), 1.0, [3, 2])
-    packed = pack_support(probs, 4)
-    assert packed.overflow.tolist() == [True, False]
-    assert packed.lengths.tolist() == [0, 2]
-    assert packed.ids.tolist() == [0, 1]
-    assert len(pack_support(probs[:0], 4).ids) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

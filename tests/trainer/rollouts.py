@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from miles_ext.law import head, law, pack_support
+from miles_ext.law import head, law
 from miles_ext.records import Commit, Completion, Status, SupportRows, Trajectory
 
 VOCAB = 24
@@ -82,7 +82,8 @@ def _row(probs: torch.Tensor, token: int, head_size: int) -> SupportRows:
     if head_size:
         ids, logs = (array[0] for array in head(probs, head_size))
     else:
-        ids, logs, *_ = pack_support(probs, 10**6)
+        ids = probs[0].nonzero()[:, 0]
+        logs = probs[0, ids].log()
     return SupportRows(
         token_ids=ids.numpy().astype(np.int32), logprobs=logs.numpy().astype(np.float32),
         offsets=np.array([0, len(ids)]), sampled_logprobs=probs[0, token].log().numpy().astype(np.float32)[None],

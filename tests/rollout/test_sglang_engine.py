@@ -104,6 +104,7 @@ def test_a_server_that_is_gone_is_no_fault_of_the_request() -> None:
     assert not engine.healthy()
     with pytest.raises(EngineError, match="/generate does not answer"):
         engine.generate([request()])
+    engine.close()
 
 
 def test_no_more_requests_are_in_flight_than_allowed_and_order_is_kept() -> None:

@@ -123,7 +123,7 @@ class ExperimentConfig(Section):
     seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     """Each seed gives every arm its prompts and draws."""
     steps: int = Field(default=40, ge=1)
-    """Rollouts, each followed by trainer.updates_per_rollout optimizer updates and a handoff."""
+    """Rollouts, each followed by trainer.updates_per_rollout updates and a handoff; the audit asks for two at least."""
     output_dir: Path = Path("runs")
     """Results go to output_dir/name."""
     save_support: Literal["audited", "all"] = "audited"

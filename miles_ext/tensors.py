@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def entry(tensor: torch.Tensor) -> TensorEntry:
 
 
 def entries(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorEntry]:
-    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named = cast(Iterable[tuple[str, torch.Tensor]], tensors.items() if isinstance(tensors, Mapping) else tensors)
     return {name: entry(tensor) for name, tensor in named}
 
 

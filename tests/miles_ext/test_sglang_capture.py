@@ -1,4 +1,4 @@
-"""The plugin's packing and its way to the wire, without sglang: against `law.pack_support` and `law.head`."""
+"""The plugin's packing and its way to the wire, without sglang: against the law's own rows."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_ext.law import head, law, pack_support, sample
+from miles_ext.law import head, law, sample
 from miles_ext.records import Commit, Status, SupportRows
 from miles_ext.sglang_plugin import batch_law
 from miles_ext.sglang_plugin import pack as packing
@@ -64,11 +64,8 @@ class Step:
             ids, logprobs = head(probs, size)
             entries = [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), logprobs.tolist(), strict=True)]
         else:
-            packed = pack_support(probs, size)
-            edges = np.concatenate([[0], packed.lengths.cumsum(0).numpy()])
             entries = [
-                dict(zip(packed.ids[a:b].tolist(), packed.logprobs[a:b].tolist(), strict=True))
-                for a, b in zip(edges[:-1], edges[1:], strict=True)
+                dict(zip(torch.nonzero(row)[:, 0].tolist(), row[row > 0].log().tolist(), strict=True)) for row in probs
             ]
         return entries, tokens.tolist(), probs.gather(1, tokens[:, None])[:, 0].log().tolist()
 

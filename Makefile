@@ -12,10 +12,10 @@ BIN := .venv/bin
 STAMP := .venv/.requirements-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format types imports docs check clean
+.PHONY: help setup quickstart test test-sglang lint format types imports docs check clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 setup: $(STAMP)  ## make .venv and install the pinned requirements
 
@@ -30,6 +30,9 @@ quickstart: setup  ## train the tiny model in two arms through a Ray job and com
 
 test: setup  ## run the tests (ARGS="-m 'not ray'" selects)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-sglang:  ## run the tests of the real sglang without a GPU, in an environment of their own
+	tests/sglang_cpu/run.sh $(ARGS)
 
 lint: setup  ## ruff: rules and format of the imports
 	$(BIN)/ruff check .

@@ -30,9 +30,13 @@ class Updatable(EmbeddedEngine):
     """Reports a received digest, as the plugin does."""
 
     received = ""
+    verifier_impl: Literal["production", "test"] = "production"
 
     def capability(self) -> list[EngineCapability]:
-        return [replace(one, extra={**one.extra, "received_digest": self.received}) for one in super().capability()]
+        return [
+            replace(one, verifier_impl=self.verifier_impl, extra={**one.extra, "received_digest": self.received})
+            for one in super().capability()
+        ]
 
 
 @dataclass

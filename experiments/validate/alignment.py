@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from experiments.evidence import Row, all_of, at_least, must_fail
+from experiments.evidence import Row, all_of, at_least, at_most, must_fail
 from experiments.validate.engines import MODELS, Model, Watched
 from experiments.validate.settings import SETTINGS, Context
 from miles_ext.capability import ArmKind
-from miles_ext.records import Commit, Completion
+from miles_ext.records import Commit, Completion, Trajectory
 from rollout.engine import Request
+from trainer.batch import make_batch
 
 TOLERANCE = 1e-6  # a row is the float32 law it was drawn from, up to one logarithm
+# Two float32 forwards of the same weights differ by about 1e-5, the law of another row by whole nats.
+TRAINER_GAP = 1e-3
+UNFILTERED = SETTINGS[4]  # whole laws at temperature 1
 QUICK_ROWS, FULL_ROWS = 3_000, 100_000
 SLOTS, CONTEXT = 12, 40
 
@@ -32,6 +38,7 @@ def rows(context: Context) -> list[Row]:
             all_of(f"alignment/{arm}", tally.aligned, tally.rows, counted),
             Row(f"alignment/{arm}_cases", len(missing), "cases unseen", "0", not missing, ", ".join(missing)),
             must_fail(late, "rows compared one token late"),
+            *trainer_rows(context, arm),
         ]
     found.append(at_least("alignment/rows", everything, context.pick(QUICK_ROWS, FULL_ROWS), "rows"))
     return found
@@ -77,6 +84,32 @@ def expected(arm: ArmKind) -> list[str]:
     if arm == "regular":
         return ["PREFILL", "PLAIN", *endings]
     return ["PREFILL", "DRAFT", "REJECT_BONUS", "FULL_BONUS", *endings, *(f"{name} inside a block" for name in endings)]
+
+
+def trainer_rows(context: Context, arm: ArmKind) -> list[Row]:
+    """Token t is scored from logits[P + t - 1]: on the engine's weights its logprobs are found there."""
+    from transformers import AutoModelForCausalLM
+
+    sample = context.sample(arm, UNFILTERED)
+    trajectories = [
+        Trajectory(completion=c, prompt_id=i, group=i, reward=0.0, loss_mask=np.ones(len(c), bool))
+        for i, c in enumerate(sample.completions)
+    ]  # fmt: skip
+    ones = np.ones(len(trajectories))
+    batch = make_batch(trajectories, np.arange(len(trajectories)), ones, ones)
+    model = AutoModelForCausalLM.from_pretrained(context.engines.target("spread"), dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(batch.input_ids)).logits.flatten(0, 1)
+    laws = torch.log_softmax(logits, -1).numpy()
+
+    def gap(name: str, rows: NDArray[np.int64]) -> Row:
+        apart = np.abs(laws[rows, batch.sampled_ids] - batch.support.sampled_logprobs)
+        return at_most(name, float(apart.max()), TRAINER_GAP, "nats", f"{len(rows):,} tokens in one padded batch")
+
+    return [
+        gap(f"alignment/trainer_{arm}", batch.rows),
+        must_fail(gap(f"alignment/control_trainer_{arm}", np.maximum(batch.rows - 1, 0)), "logits of one row before"),
+    ]
 
 
 def varied_requests(context: Context, model: Model, batch: int) -> list[Request]:

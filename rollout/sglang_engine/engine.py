@@ -55,6 +55,8 @@ class SglangEngine:
                 self._start(arm, draft)
             self._serving = self._target  # the folder of the weights that are served
             self._read_served()
+            # What an attached server has been fed by others says nothing of this run's versions.
+            self._newest = -1 if url else self._first.weight_version
         except BaseException:
             self.close()
             raise
@@ -129,9 +131,9 @@ class SglangEngine:
     def update_weights(self, manifest: WeightManifest, buckets: Iterable[Bucket]) -> HandoffReport:
         """See `rollout.engine.Engine`. Raises EngineError where the old weights could not be brought back: the server
         is left paused then, and must be replaced."""
-        if manifest.version <= self._first.weight_version:
+        if manifest.version <= self._newest:
             raise WeightError(
-                f"version {manifest.version} does not rise above {self._first.weight_version}; nothing was applied, "
+                f"version {manifest.version} does not rise above {self._newest}; nothing was applied, "
                 "send a later version"
             )
         folder = self._folder / f"version-{manifest.version}"
@@ -150,7 +152,7 @@ class SglangEngine:
         seconds = time.perf_counter() - started
         if self._serving != self._target:
             shutil.rmtree(self._serving, ignore_errors=True)
-        self._serving = folder
+        self._serving, self._newest = folder, manifest.version
         self._read_served()
         return HandoffReport(
             version=manifest.version,

@@ -65,10 +65,23 @@ def test_two_handoffs(engine: SglangEngine, server: Server, transport: Transport
     (made,) = engine.generate([request()])
     assert set(made.weight_version) == {1}
 
+    with pytest.raises(WeightError, match="does not rise above 1"):
+        engine.update_weights(*handoff(1, by=0.0))
     two = engine.update_weights(*handoff(2, by=0.0))
     assert (two.resident_digest, two.draft_digest) == (before.resident_digest, before.draft_digest)
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.iterdir()] == ["version-2"]  # what a failed handoff would go back to
+
+
+def test_who_attaches_next_counts_from_its_own_versions(engine: SglangEngine, server: Server) -> None:
+    """A worker in the place of a dead one is fed what the server has already; another run starts anew."""
+    engine.update_weights(*handoff(7))
+    for version in (7, 1):
+        again = SglangEngine(
+            RolloutConfig(engine="sglang"), "dflash2", TINY / "target", TINY / "draft", "worker-1", server.url
+        )
+        assert again.update_weights(*handoff(version)).version == version
+        again.close()
 
 
 FAULTS = {"refused": "no such file", "other bytes": "reports version and received", "draft bit": "draft digests"}
@@ -120,8 +133,6 @@ def test_what_does_not_add_up_never_reaches_the_server(engine: SglangEngine, ser
     for changes, words in misfits:
         with pytest.raises(WeightError, match=words):
             engine.update_weights(*handoff(1, **changes))
-    with pytest.raises(WeightError, match="does not rise above 0"):
-        engine.update_weights(*handoff(0))
     with pytest.raises(WeightError, match="this engine applies none"):
         engine.update_weights(WeightManifest(version=1, tensors=manifest.tensors, transform={"a": 1}), [first, second])
     assert server.calls == []

@@ -6,18 +6,18 @@ law is the sampling law by construction and not by agreement between implementat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from miles_ext.sampling import FilterOrder
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from numpy.typing import ArrayLike, NDArray
 
-FilterOrder = Literal["top_k_first", "joint"]
-FILTER_ORDERS = ("top_k_first", "joint")
 NARROW = 2048  # a nucleus is first looked for among this many of the largest logits
 
 
@@ -42,8 +42,8 @@ def law(
     A row with NaN, +inf or no finite logit comes out as NaN throughout: see `invalid`. -inf marks a forbidden token.
     """
     n, v = logits.shape
-    if filter_order not in FILTER_ORDERS:
-        raise ValueError(f"filter_order {filter_order!r}; accepted: {FILTER_ORDERS}")
+    if filter_order not in get_args(FilterOrder):
+        raise ValueError(f"filter_order {filter_order!r}; accepted: {', '.join(get_args(FilterOrder))}")
     heat = _host_rows(temperature, n, np.float64, "temperature")
     k = _host_rows(top_k, n, np.int64, "top_k")
     p = _host_rows(top_p, n, np.float64, "top_p")

@@ -99,8 +99,10 @@ def test_estimator_on_the_device_equals_float64_on_the_host(v, mode, shape, dtyp
     reference = z.clone().requires_grad_()
     loss, _ = score_centered_loss(reference, SupportTensors.from_arrays(*arrays, kind), advantages, cfg, 0.7)
     loss.sum().backward()
-    arrays32 = [a.astype(np.float32) if a.dtype == np.float64 else a for a in arrays]
-    device_support = SupportTensors.from_arrays(*arrays32, kind, device="cuda")
+    ids, lq, offsets, sampled, sampled_lq = arrays
+    device_support = SupportTensors.from_arrays(
+        ids, lq.astype(np.float32), offsets, sampled, sampled_lq.astype(np.float32), kind, device="cuda"
+    )
     logits = z.to(dtype).cuda().requires_grad_()
     found, _ = score_centered_loss(logits, device_support, advantages.float().cuda(), cfg, 0.7)
     found.sum().backward()

@@ -24,7 +24,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 def main(folder: str, command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come here, where they are reaped
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    mine = os.getpid()
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(mine)
+    )  # fmt: skip
     abandoned = False
     try:
         while child.poll() is None and not abandoned:
@@ -59,8 +62,11 @@ def _reap() -> None:
             pass
 
 
-def _die_with_parent() -> None:
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should this process itself be killed
+def _die_with(parent: int) -> None:
+    """Should the parent itself be killed: from now on, or before this ran."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

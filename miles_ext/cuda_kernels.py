@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton comes with the CUDA builds of torch alone, and its kernels are launched by subscript.
 """Triton kernels behind `logprobs`: the one pass over the logits that the forward makes, and the one of the backward.
 
 Both are bound by memory: forward reads each logit once, backward reads it once and writes its gradient once.

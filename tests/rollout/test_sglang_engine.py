@@ -84,11 +84,12 @@ def test_a_request_is_refused_before_anything_is_sent(engine: SglangEngine) -> N
 
 def test_a_cap_below_the_rows_that_are_asked_for(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_first", replace(engine.capability()[0], max_support=31, filter_orders=("joint",)))
-    for spec, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"capture": "head", "head_size": 32}, "rows of up to 32 entries, and rollout.sglang.max_support is 31"),
         ({"max_support": 512}, "rows of up to 512 entries"),
         ({"top_k": 4, "max_support": 8}, "set rollout.sglang.filter_order to the same"),
-    ):
+    ]
+    for spec, words in cases:
         with pytest.raises(RequestError, match=words):
             engine.generate([request(**spec)])
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import IO
 
 import httpx
 
@@ -23,6 +24,18 @@ def gateway(workers: Sequence[str], start_timeout_s: float = 60.0) -> Iterator[s
     """
     if find_spec("sglang_router") is None:
         raise RuntimeError("sglang-router is not installed; pip install sglang-router==0.3.2")
+    with tempfile.TemporaryFile("w+") as log:
+        process, address = _launch(workers, start_timeout_s, log)
+        try:
+            yield address
+        finally:
+            _stop(process)
+
+
+def _launch(
+    workers: Sequence[str], timeout_s: float, log: IO[str], attempts: int = 3
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A router that answers, and its address. Others may take a free port before the router binds it: then again."""
     port, metrics_port = _free_ports(2)
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *workers),
@@ -30,24 +43,28 @@ def gateway(workers: Sequence[str], start_timeout_s: float = 60.0) -> Iterator[s
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--disable-circuit-breaker", "--disable-retries", "--log-level", "warn"),
     ]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + start_timeout_s
-            while not _ready(address):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise RuntimeError(f"sglang-router did not come up; the end of its log:\n{log.read()[-2000:]}")
-                time.sleep(0.1)
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + timeout_s
+    log.truncate(0)
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    while process.poll() is None and time.monotonic() < deadline:
+        if _ready(address):
+            return process, address
+        time.sleep(0.1)
+    _stop(process)
+    log.seek(0)
+    said = log.read()
+    if "Address already in use" in said and attempts > 1:
+        return _launch(workers, timeout_s, log, attempts - 1)
+    raise RuntimeError(f"sglang-router did not come up; the end of its log:\n{said[-2000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _ready(address: str) -> bool:

@@ -44,7 +44,8 @@ def _launch(
         *("--disable-circuit-breaker", "--disable-retries", "--log-level", "warn"),
     ]
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + timeout_s
-    log.truncate(0)
+    log.seek(0)
+    log.truncate()
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     while process.poll() is None and time.monotonic() < deadline:
         if _ready(address):

@@ -57,8 +57,14 @@ def test_an_interruption_stops_everything_and_keeps_the_work(command, number, co
 def start(command: str, *arguments: str | Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "experiments", command, QUICKSTART, *map(str, arguments), *SMALL]
     return subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_interruptions,
+    )  # fmt: skip
+
+
+def heed_interruptions() -> None:
+    """A shell starts what runs in its background deaf to SIGINT, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(file: Path, process: subprocess.Popen[str], timeout_s: float = 200) -> None:

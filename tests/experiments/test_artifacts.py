@@ -122,3 +122,16 @@ def test_arm_folders_are_found_and_named(tmp_path):
     assert [arm_and_seed(path) for path in arm_dirs(tmp_path)] == [("no-centering", 12)]
     with pytest.raises(ValueError, match="'other'"):
         arm_and_seed(tmp_path / "other")
+
+
+def test_what_wandb_does_in_its_own_folder_is_no_change(tmp_path):
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    for name in ("metrics.jsonl", "wandb/offline-run-1/run-1.wandb"):
+        (tmp_path / name).write_text("a")
+    write_manifest(tmp_path)
+    (tmp_path / "wandb/offline-run-1/run-1.wandb").write_text("ab")  # flushed late
+    (tmp_path / "wandb/offline-run-1/run-1.wandb.synced").touch()
+    assert "wandb/offline-run-1/run-1.wandb" in verify_manifest(tmp_path)["files"]
+    (tmp_path / "metrics.jsonl").write_text("ab")
+    with pytest.raises(ValueError, match="changed \\['metrics.jsonl'\\]"):
+        verify_manifest(tmp_path)

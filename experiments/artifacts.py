@@ -60,7 +60,10 @@ def write_manifest(arm_dir: Path, failure: str = "") -> str:
 
 
 def verify_manifest(arm_dir: Path) -> dict[str, Any]:
-    """Return the manifest; ValueError listing every file that is missing, changed or unlisted (W&B's may only not go missing)."""
+    """Return the manifest; ValueError listing every file that is missing, changed or unlisted.
+
+    Of W&B's own files only a missing one counts.
+    """
     file = arm_dir / MANIFEST_FILE
     if not file.exists():
         raise ValueError(f"{file} does not exist: the run was killed before it could write one, or the path is wrong")

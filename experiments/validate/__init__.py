@@ -6,6 +6,8 @@ import importlib
 import shlex
 import tempfile
 import time
+from json import JSONDecodeError
+from json import loads as parse  # `json` is the name of an option here
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +41,8 @@ def main(
         raise ValueError(f"engine is {engine!r}; accepted: {', '.join(ENGINES)}")
     if cases is not None and not (len(rows) == 1 and rows[0] in ("filters", "estimator") and cases.is_file()):
         raise ValueError(f"--cases {cases} needs one row, filters or estimator, and a file that exists")
+    if cases is not None:
+        _require_cases(cases)
     if mutate:
         return _mutate(engine, json)
     chosen = [name for name in ROWS if name in rows or not rows]
@@ -51,6 +55,15 @@ def main(
     if not rows and not quick:
         write_page(PAGE, "Validation", __doc__ or "", document(command, found))
     return int(not all(row.passed for row in found))
+
+
+def _require_cases(file: Path) -> None:
+    try:
+        found = parse(file.read_text())
+    except JSONDecodeError as error:
+        raise ValueError(f"--cases {file} is not JSON ({error}); accepted: the form of tests/data/*.json") from error
+    if not (isinstance(found, dict) and isinstance(found.get("cases"), list) and found["cases"]):
+        raise ValueError(f'--cases {file} holds no list "cases"; accepted: the form of tests/data/*.json')
 
 
 def _mutate(engine: str, json: Path | None) -> int:

@@ -32,7 +32,7 @@ def rows(context: Context) -> list[Row]:
     found = [
         judge("filters/law", cases, [law_of(z, spec) for _, z, spec, _ in cases]),
         judge("filters/law_random_ties", ties, [law_of(z, spec) for _, z, spec, _ in ties]),
-        identities(published.get("identities", [])),
+        *([identities(published["identities"])] if "identities" in published else []),
     ]
     for suffix, some in (("", cases), ("_random_ties", ties[: context.pick(20, 200)])):
         paths = context.engines.laws([z for _, z, _, _ in some], [spec for _, _, spec, _ in some])
@@ -41,8 +41,9 @@ def rows(context: Context) -> list[Row]:
             found.append(judge(f"filters/engine_{path}{suffix}", some, laws))
     dropped = [drop_a_tie(z, exact) for _, z, _, exact in ties]
     found.append(must_fail(judge("filters/control_dropped_tie", ties, dropped), "one of two tied tokens dropped"))
-    other = [law_of(z, replace(spec, filter_order=ORDER_OTHER_THAN[spec.filter_order])) for _, z, spec, _ in cases]
-    found.append(must_fail(judge("filters/control_order", cases, other), "the other filter order"))
+    ours = [_case(case) for case in json.loads(CASES.read_text())["cases"]]  # given ones may not depend on the order
+    other = [law_of(z, replace(spec, filter_order=ORDER_OTHER_THAN[spec.filter_order])) for _, z, spec, _ in ours]
+    found.append(must_fail(judge("filters/control_order", ours, other), "the other filter order"))
     return found
 
 

@@ -57,6 +57,21 @@ def test_given_cases_are_judged_and_written(tmp_path, capsys):
     assert "filters/control_dropped_tie" in capsys.readouterr().out
 
 
+def test_cases_need_no_identities_and_no_dependence_on_the_order(tmp_path):
+    given = tmp_path / "given.json"
+    cases = [case for case in json.loads(CASES.read_text())["cases"] if not case["top_k"]]
+    given.write_text(json.dumps({"cases": cases}))
+    assert validate.main(["filters"], quick=True, cases=given) == 0
+
+
+@pytest.mark.parametrize(("text", "words"), [("nonsense", "is not JSON"), ("{}", 'holds no list "cases"')])
+def test_files_that_hold_no_cases(tmp_path, text, words):
+    file = tmp_path / "given.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        validate.main(["filters"], quick=True, cases=file)
+
+
 def test_a_row_that_raises_is_red_and_the_table_goes_on(context, monkeypatch):
     def fail(context):
         raise OSError("no such engine")

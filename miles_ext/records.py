@@ -190,6 +190,7 @@ class Completion:
     prompt_ids: int32 [P]. response_ids: int32 [T], the EOS or stop token and the tokens of a stop string included.
     support: T rows, or None where capture was off; row t is the law of response token t given what precedes it.
     commit: uint8 [T] of `Commit`. weight_version: int64 [T]. text: the response, trimmed before a stop string.
+    request_id: of the request that it answers; not kept in rollout files.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -200,6 +201,7 @@ class Completion:
     finish_reason: FinishReason
     text: str = ""
     spec: SpecCounters = field(default_factory=SpecCounters)
+    request_id: str = ""
     engine_id: str = ""
     draft_digest: str = ""
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollout.policy import Limits
 from rollout.sglang_engine.config import SglangConfig
 
 
@@ -33,10 +34,34 @@ class RolloutConfig(BaseModel):
     context_length: int = Field(default=512, ge=2)
     """Prompt plus response, in tokens."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """A worker silent for so long is replaced and its requests are issued again."""
+    """A worker whose call makes no progress for so long is replaced and its requests are issued again."""
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0)
+    """A worker whose process answers no heartbeat for so long is replaced, whatever it was doing."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """From asking Ray for a worker to an engine that is loaded."""
+    first_probe_grace_s: float = Field(default=300.0, gt=0)
+    """For the first token that an engine decodes, which may compile and capture graphs."""
+    probe_timeout_s: float = Field(default=60.0, gt=0)
+    """For a token decoded as a health probe later on."""
+    probe_interval_s: float = Field(default=60.0, ge=0)
+    """A worker that has not decoded for so long has to decode a token before it is given requests."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of one worker before the run stops."""
+    """Restarts of one worker without an answered batch between them before the run stops."""
+    max_failures: int = Field(default=20, ge=0)
+    """Restarts of all workers together before the run stops."""
+    restart_backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the second restart of a worker in a row, doubled for each further one up to a minute; the first
+    comes at once."""
     sglang: SglangConfig = SglangConfig()
+
+    def limits(self) -> Limits:
+        """What the policy of restarts goes by."""
+        return Limits(
+            max_restarts=self.max_restarts, max_failures=self.max_failures, backoff_s=self.restart_backoff_s,
+            backoff_max_s=60.0, heartbeat_timeout_s=self.heartbeat_timeout_s,
+            request_timeout_s=self.request_timeout_s, start_timeout_s=self.start_timeout_s,
+            probe_timeout_s=self.probe_timeout_s, first_probe_grace_s=self.first_probe_grace_s,
+        )  # fmt: skip
 
     @property
     def accepts_test_verifier(self) -> bool:

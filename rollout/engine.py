@@ -51,7 +51,12 @@ class Request:
 
 
 class Engine(Protocol):
-    """One engine and its loaded weights. Not thread-safe: its worker serialises calls."""
+    """One engine and its loaded weights. Not thread-safe, `progress` and `close` apart: its worker serialises calls."""
+
+    @property
+    def progress(self) -> int:
+        """Rises with every step of `generate`; may be read from another thread."""
+        ...
 
     def capability(self) -> list[EngineCapability]:
         """One report a rank, computed from what is loaded now."""

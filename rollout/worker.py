@@ -14,11 +14,14 @@ from miles_ext.errors import EngineError
 from miles_ext.records import Completion
 from miles_ext.weights import HandoffReport, WeightManifest
 from rollout.config import RolloutConfig
-from rollout.engine import Engine, Request
+from rollout.engine import Bucket, Engine, Request
+
+CONTROL = "control"
+"""Ray's concurrency group for calls that must be answered while the engine works: `heartbeat`, `close`, `rss_mb`."""
 
 
 class RolloutWorker:
-    """Holds one engine; Ray runs its calls one after another."""
+    """Holds one engine; Ray runs its calls one after another, those of the group `CONTROL` beside them."""
 
     def __init__(
         self, config: RolloutConfig, arm: ArmKind, target: Path, draft: Path | None, engine_id: str, url: str = ""
@@ -27,6 +30,7 @@ class RolloutWorker:
         self._arm: ArmKind = arm
         self._target, self._draft = target, draft
         self._engine: Engine | None = None
+        self._fetched = 0
 
     def start(self) -> list[EngineCapability]:
         """Load the engine; what its ranks say of themselves. CheckpointError where the models do not fit."""
@@ -56,13 +60,21 @@ class RolloutWorker:
 
     def update_weights(self, manifest: WeightManifest, buckets: Sequence[ray.ObjectRef]) -> HandoffReport:
         """Buckets are fetched from the object store one at a time, so that only one is held besides the weights."""
-        return self.engine.update_weights(manifest, (ray.get(bucket) for bucket in buckets))
+        return self.engine.update_weights(manifest, map(self._fetch, buckets))
+
+    def _fetch(self, bucket: ray.ObjectRef) -> Bucket:
+        self._fetched += 1
+        return ray.get(bucket)
 
     def capability(self) -> list[EngineCapability]:
         return self.engine.capability()
 
     def healthy(self) -> bool:
         return self.engine.healthy()
+
+    def heartbeat(self) -> int:
+        """A number that rises while work goes on."""
+        return self._fetched + (self._engine.progress if self._engine else 0)
 
     def close(self) -> None:
         """Release the engine; a server that it owns has ended when this returns."""

@@ -76,6 +76,7 @@ class EmbeddedEngine:
         self.arm = self._make_arm(draft)
         self.vocab_size = self.target.config.vocab_size
         self.weight_version = 0
+        self.progress = 0
         self._draft_digest = draft_digest(self.draft)
 
     def _make_arm(self, draft_path: str | Path | None) -> Regular:
@@ -120,7 +121,7 @@ class EmbeddedEngine:
             return []
         session = self.start(requests)
         while session.advance():
-            pass
+            self.progress += 1
         return self.finish(session)
 
     def start(self, requests: Sequence[Request]) -> Session:
@@ -185,6 +186,7 @@ class EmbeddedEngine:
                 proposed=steps * (batch.width - 1),
                 accepted=int((commit == Commit.DRAFT).sum()),
             ),
+            request_id=request.request_id,
             engine_id=self.engine_id,
             draft_digest=self._draft_digest,
         )

@@ -76,6 +76,7 @@ def completion(request: Request, answer: Mapping[str, Any], served: Served) -> C
         finish_reason=reason,
         text=answer.get("text", ""),
         spec=_counters(meta, commit, captured=rows is not None),
+        request_id=request.request_id,
         engine_id=served.engine_id,
         draft_digest=served.draft_digest,
     )

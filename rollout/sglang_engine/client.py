@@ -20,6 +20,7 @@ class Client:
 
     def __init__(self, url: str, timeout_s: float, concurrency: int) -> None:
         self.url, self._timeout, self._concurrency = url.rstrip("/"), timeout_s, concurrency
+        self.answers = 0  # received by `generate`
 
     def get(self, path: str) -> Any:
         return self._call("GET", path, None)
@@ -41,7 +42,9 @@ class Client:
     async def _generate(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
         async def one(body: dict[str, Any]) -> Any:
             try:
-                return self._read("/generate", await http.post("/generate", json=body))
+                answer = self._read("/generate", await http.post("/generate", json=body))
+                self.answers += 1
+                return answer
             except httpx.HTTPError as error:
                 raise self._silent("/generate", error) from error
 

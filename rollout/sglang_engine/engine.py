@@ -113,6 +113,11 @@ class SglangEngine:
         answers = self._client.generate([body(request, self._served) for request in requests])
         return [completion(request, one, self._served) for request, one in zip(requests, answers, strict=True)]
 
+    @property
+    def progress(self) -> int:
+        """See `rollout.engine.Engine`: answers received."""
+        return self._client.answers
+
     def _require(self, request: Request) -> None:
         """What this server cannot honour, told before any request is sent."""
         spec, first = request.spec, self._first

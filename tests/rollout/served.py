@@ -58,7 +58,7 @@ def request(
     seed: int = 0, *, prompt: str = PROMPT, stop: tuple[str, ...] = (), max_new_tokens: int = 60, **spec: Any
 ) -> Request:
     return Request(
-        request_id="test",
+        request_id=f"test-{seed}",
         prompt_ids=np.array(addition.encode(prompt), np.int32),
         spec=SamplingSpec(seed=seed, **spec),
         max_new_tokens=max_new_tokens,

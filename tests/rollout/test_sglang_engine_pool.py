@@ -40,7 +40,7 @@ def test_every_worker_has_a_server_of_its_own_and_all_get_the_weights(ray_cluste
             assert [c.engine_id for c in completions] == ["worker-0", "worker-0", "worker-1", "worker-1"]
             pool.update_weights(WeightManifest(version=1, tensors=entries(tensors)), [bucket])
             assert one.calls == two.calls == ["pause", "disk 1", "continue"]
-            assert np.unique([c.weight_version[0] for c in pool.generate([request(), request()])]) == [1]
+            assert np.unique([c.weight_version[0] for c in pool.generate([request(0), request(1)])]) == [1]
         finally:
             pool.close()
 

@@ -19,10 +19,11 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv and install the pinned requirements
 
-$(STAMP): requirements/base.txt requirements/dev.txt
+$(STAMP): requirements/base.txt requirements/dev.txt requirements/miles.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 found: install one or set PYTHON=/path/to/python"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.txt
+	$(BIN)/python tests/miles/fetch.py
 	@touch $@
 
 quickstart: setup  ## train the tiny model in two arms through a Ray job and compare them (ARGS="--steps 3" shortens it)

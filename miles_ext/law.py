@@ -6,7 +6,9 @@ law is the sampling law by construction and not by agreement between implementat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -19,6 +21,71 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 NARROW = 2048  # a nucleus is first looked for among this many of the largest logits
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What each of n rows asks for: checked once, and copied to the device once, for as many steps as they last.
+
+    heat: temperature float64 [n], 0 for greedy. k: int64 [n], clamped to v. p: float64 [n]. See `law`.
+    """
+
+    heat: NDArray[np.float64]
+    k: NDArray[np.int64]
+    p: NDArray[np.float64]
+    filter_order: FilterOrder
+    v: int
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        v: int,
+        temperature: ArrayLike | Tensor = 1.0,
+        top_k: ArrayLike | Tensor = 0,
+        top_p: ArrayLike | Tensor = 1.0,
+        filter_order: FilterOrder = "top_k_first",
+    ) -> Filters:
+        if filter_order not in get_args(FilterOrder):
+            raise ValueError(f"filter_order {filter_order!r}; accepted: {', '.join(get_args(FilterOrder))}")
+        heat = _host_rows(temperature, n, np.float64, "temperature")
+        k = _host_rows(top_k, n, np.int64, "top_k")
+        p = _host_rows(top_p, n, np.float64, "top_p")
+        _refuse(heat, (heat >= 0) & (heat < np.inf), "temperature", "a finite number >= 0")
+        _refuse(p, p > 0, "top_p", "a number > 0, where >= 1 means off")
+        return cls(heat, np.where((k <= 0) | (k >= v), v, k), p, filter_order, v)
+
+    @cached_property
+    def greedy(self) -> NDArray[np.bool_]:
+        return self.heat == 0
+
+    @cached_property
+    def filtered(self) -> NDArray[np.int64]:
+        """Rows that a filter touches."""
+        return np.flatnonzero(((self.k < self.v) | (self.p < 1)) & ~self.greedy)
+
+    def on(self, device: torch.device) -> DeviceFilters:
+        if device not in self._copies:
+            touched = np.flatnonzero((self.k < self.v) | (self.p < 1) | self.greedy)
+            columns = (touched, self.heat[touched], self.k[touched], self.p[touched])
+            plain = (self.heat == 1).all() or len(touched) == len(self.heat)
+            heat = None if plain else _to(np.where(self.greedy, 1.0, self.heat)[:, None], device).float()
+            self._copies[device] = DeviceFilters(*(_to(column, device) for column in columns), heat)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, DeviceFilters]:
+        return {}
+
+
+class DeviceFilters(NamedTuple):
+    """The rows that a filter or temperature 0 touches, what they ask for, and a column of all temperatures unless 1."""
+
+    rows: Int[Tensor, " r"]
+    heat: Float[Tensor, " r"]
+    k: Int[Tensor, " r"]
+    p: Float[Tensor, " r"]
+    column: Float[Tensor, "n 1"] | None
 
 
 def law(
@@ -41,26 +108,23 @@ def law(
 
     A row with NaN, +inf or no finite logit comes out as NaN throughout: see `invalid`. -inf marks a forbidden token.
     """
-    n, v = logits.shape
-    if filter_order not in get_args(FilterOrder):
-        raise ValueError(f"filter_order {filter_order!r}; accepted: {', '.join(get_args(FilterOrder))}")
-    heat = _host_rows(temperature, n, np.float64, "temperature")
-    k = _host_rows(top_k, n, np.int64, "top_k")
-    p = _host_rows(top_p, n, np.float64, "top_p")
-    _refuse(heat, (heat >= 0) & (heat < np.inf), "temperature", "a finite number >= 0")
-    _refuse(p, p > 0, "top_p", "a number > 0, where >= 1 means off")
+    return filtered_law(logits, Filters.of(*logits.shape, temperature, top_k, top_p, filter_order))
 
+
+def filtered_law(logits: Float[Tensor, "n v"], filters: Filters) -> Float[Tensor, "n v"]:
+    """`law` for filters that were prepared before: on a GPU one launch, and one or two more for unfiltered rows."""
     z = logits.detach()
+    if z.is_cuda and z.dtype != torch.float64 and z.stride(1) == 1 and len(z):
+        return _law_on_gpu(z, filters)
     z = z if z.dtype == torch.float64 else z.float()
-    greedy = heat == 0
+    heat, k, p, greedy, rows = filters.heat, filters.k, filters.p, filters.greedy, filters.filtered
+    n = len(z)
     any_greedy = greedy.any()
-    k = np.where((k <= 0) | (k >= v), v, k)
-    rows = np.flatnonzero(((k < v) | (p < 1)) & ~greedy)
     scaled = _divide(z, np.where(greedy, 1.0, heat) if any_greedy else heat)
     if len(rows):
         chosen = _rows(z, rows)
         kept = _rows(scaled, rows).masked_fill(
-            chosen < _cutoffs(chosen, heat[rows], k[rows], p[rows], filter_order), -torch.inf
+            chosen < _cutoffs(chosen, heat[rows], k[rows], p[rows], filters.filter_order), -torch.inf
         )
         scaled = kept if len(rows) == n else scaled.index_copy(0, _to(rows, z.device), kept)
     probs = torch.softmax(scaled, dim=-1)
@@ -68,6 +132,19 @@ def law(
         at = _to(np.flatnonzero(greedy), z.device)
         hot = torch.zeros_like(z[at]).scatter_(1, z[at].argmax(-1, keepdim=True), 1.0)
         probs = probs.index_copy(0, at, hot + 0.0 * probs[at])  # 0 * NaN keeps an invalid row invalid
+    return probs
+
+
+def _law_on_gpu(z: Float[Tensor, "n v"], filters: Filters) -> Float[Tensor, "n v"]:
+    from miles_ext.law_kernels import filter_rows
+
+    rows, heat, k, p, column = filters.on(z.device)
+    if len(rows) == len(z):
+        probs = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+    else:
+        probs = torch.softmax(z if column is None else z / column, dim=-1, dtype=torch.float32)
+    if len(rows):
+        filter_rows(z, probs, rows, heat, k, p, filters.filter_order == "joint")
     return probs
 
 

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_ext.law import law
+from miles_ext.law import Filters, filtered_law
+from miles_ext.sglang_plugin.plan import BatchPlan
 from miles_ext.sglang_plugin.settings import read_settings
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-CHUNK = 1 << 25  # logits at once: a nucleus over a large vocabulary takes several float64 copies of them
+
+def batch_law(logits: Float[Tensor, "n v"], plan: BatchPlan) -> Float[Tensor, "n v"]:
+    """The law of every row, n = len(plan) * positions."""
+    return filtered_law(logits, _filters(*logits.shape, plan))
 
 
-def batch_law(
-    logits: Float[Tensor, "n v"], temperature: NDArray, top_k: NDArray, top_p: NDArray
-) -> Float[Tensor, "n v"]:
-    """`law` for any number of rows. temperature, top_k, top_p: host arrays [n]."""
-    n, v = logits.shape
+def prepare(logits: Float[Tensor, "n v"], plan: BatchPlan) -> None:
+    """Copy the plan's filters to the device now: in an accept step memory is borrowed and does not outlive it."""
+    _filters(*logits.shape, plan).on(logits.device)
+
+
+def _filters(n: int, v: int, plan: BatchPlan) -> Filters:
+    """Checked once a composition of the batch."""
     order = read_settings().filter_order
-    if n * v <= CHUNK:
-        return law(logits, temperature, top_k, top_p, order)
-    probs = torch.empty(n, v, dtype=torch.float32, device=logits.device)
-    step = max(1, CHUNK // v)
-    for first in range(0, n, step):
-        rows = slice(first, first + step)
-        probs[rows] = law(logits[rows], temperature[rows], top_k[rows], top_p[rows], order)
-    return probs
+    key = ("filters", n, v, order)
+    if key not in plan.device_cache:
+        plan.device_cache[key] = Filters.of(n, v, *plan.repeat(n // len(plan)), order)
+    return plan.device_cache[key]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from miles_ext.law import head
 from miles_ext.records import Status
+from miles_ext.sglang_plugin.pack import UNCOMMITTED
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def pack_heads(
     probs: Float[Tensor, "n v"],
     sampled: Int[Tensor, " n"],
-    committed: Bool[Tensor, " n"],
+    committed: Int[Tensor, " b"] | None,
     rows: Int[Tensor, " r"],
     sizes: Int[Tensor, " r"],
     meta: Int[Tensor, "r 3"],
@@ -26,39 +27,52 @@ def pack_heads(
     """Meta and entries of the `rows` of n that record a head. sizes: their head sizes, at most k."""
     mine = probs.index_select(0, rows)
     ids, logprobs = head(mine, entries.shape[1])
-    lengths = torch.where(committed[rows], sizes, 0)
-    _write_meta(meta, lengths, _sampled(mine, sampled[rows]), torch.zeros_like(lengths))
+    held = _held(committed, rows, len(probs))
+    _write_meta(meta, sizes, _sampled(mine, sampled[rows]), torch.zeros_like(sizes), held)
     entries[..., 0], entries[..., 1] = ids, _bits(logprobs)
 
 
 def pack_supports(
     probs: Float[Tensor, "n v"],
     sampled: Int[Tensor, " n"],
-    committed: Bool[Tensor, " n"],
+    committed: Int[Tensor, " b"] | None,
     rows: Int[Tensor, " r"],
     sizes: Int[Tensor, " r"],
     meta: Int[Tensor, "r 3"],
-    entries: Int[Tensor, "c 2"],
+    entries: Int[Tensor, "r s 2"],
+    beyond: Int[Tensor, "r e 2"],
 ) -> None:
-    """Meta and entries, back to back, of the `rows` of n that record a complete support. sizes: entries allowed."""
+    """Meta and entries, those behind s in `beyond`, of the `rows` of n that record a complete support. sizes: entries
+    allowed."""
     mine = probs.index_select(0, rows)
-    positive = (mine > 0) & committed[rows][:, None]
+    positive = mine > 0
     counts = positive.sum(-1)
-    overflow = counts > sizes
-    overflow |= torch.where(overflow, 0, counts).cumsum(0) > len(entries)
-    lengths = torch.where(overflow, 0, counts)
-    where = torch.nonzero_static(positive & ~overflow[:, None], size=len(entries), fill_value=0)
-    _write_meta(meta, lengths, _sampled(mine, sampled[rows]), overflow.long() * int(Status.OVERFLOW))
-    entries[:, 0], entries[:, 1] = where[:, 1], _bits(mine[where[:, 0], where[:, 1]].log())
+    room = entries.shape[1] + beyond.shape[1]
+    overflow = (counts > sizes) | (counts > room)
+    held = _held(committed, rows, len(probs))
+    _write_meta(meta, counts, _sampled(mine, sampled[rows]), overflow.long() * int(Status.OVERFLOW), held)
+    row, ids = (positive & held[:, None] & ~overflow[:, None]).nonzero(as_tuple=True)
+    place = positive.cumsum(-1)[row, ids] - 1
+    whole = torch.empty(len(rows), room, 2, dtype=torch.int32)
+    whole[row, place, 0], whole[row, place, 1] = ids.int(), _bits(mine[row, ids].log())
+    entries[:], beyond[:] = whole[:, : entries.shape[1]], whole[:, entries.shape[1] :]
+
+
+def _held(committed: Tensor | None, rows: Tensor, n: int) -> Bool[Tensor, " r"]:
+    if committed is None:
+        return torch.ones_like(rows, dtype=torch.bool)
+    block = n // len(committed)
+    return rows % block < committed[rows // block]
 
 
 def _sampled(probs: Tensor, ids: Tensor) -> Tensor:
     return probs.gather(1, ids.long()[:, None])[:, 0].log()
 
 
-def _write_meta(meta: Tensor, lengths: Tensor, sampled_logprobs: Tensor, status: Tensor) -> None:
-    meta[:, 0], meta[:, 1] = lengths, _bits(sampled_logprobs)
-    meta[:, 2] = torch.where(sampled_logprobs.isfinite(), status, int(Status.INVALID))
+def _write_meta(meta: Tensor, lengths: Tensor, sampled_logprobs: Tensor, status: Tensor, held: Tensor) -> None:
+    status = torch.where(sampled_logprobs.isfinite(), status, int(Status.INVALID))
+    status = torch.where(held, status, UNCOMMITTED)
+    meta[:, 0], meta[:, 1], meta[:, 2] = torch.where(status == 0, lengths, 0), _bits(sampled_logprobs), status
 
 
 def _bits(logprobs: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""The host side of capture: one step's rows on their way from the device, and one request's rows until it ends."""
+"""The host side of capture: one step's rows on their way from the device, and a request's rows until they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from miles_ext.records import Commit, Status, SupportRows
-from miles_ext.sglang_plugin.pack import Packed
+from miles_ext.sglang_plugin.pack import UNCOMMITTED, Packed
 from miles_ext.sglang_plugin.plan import HEAD, capture_of
 from miles_ext.wire import pack as pack_wire
 
@@ -21,8 +21,8 @@ ABORTS = {
 
 
 class RequestRows:
-    """Rows of one request in two growing arrays: entries int32 [nnz, 2], meta int32 [T, 4] (length, bits of the sampled
-    logprob, status, commit)."""
+    """Rows of one request that were not sent yet, in two growing arrays: entries int32 [nnz, 2], meta int32 [T, 4]
+    (length, bits of the sampled logprob, status, commit)."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -32,28 +32,45 @@ class RequestRows:
     def __len__(self) -> int:
         return self._tokens
 
-    def append(self, entries: NDArray[np.int32], meta: NDArray[np.int32]) -> None:
-        self._entries = _room(self._entries, self._nnz, len(entries))
-        self._meta = _room(self._meta, self._tokens, len(meta))
-        self._entries[self._nnz : self._nnz + len(entries)] = entries
-        self._meta[self._tokens : self._tokens + len(meta)] = meta
-        self._nnz += len(entries)
-        self._tokens += len(meta)
+    def append(self, entries: Sequence[NDArray[np.int32]], meta: NDArray[np.int32]) -> None:
+        """entries: one array a row."""
+        for row in entries:
+            end = self._nnz + len(row)
+            if end > len(self._entries):
+                self._entries = _grown(self._entries, self._nnz, end)
+            self._entries[self._nnz : end] = row
+            self._nnz = end
+        end = self._tokens + len(meta)
+        if end > len(self._meta):
+            self._meta = _grown(self._meta, self._tokens, end)
+        self._meta[self._tokens : end] = meta
+        self._tokens = end
 
-    def message(self) -> tuple[str, NDArray[np.int32], NDArray[np.int32]]:
-        """What crosses to the process that answers HTTP; `encode` reads it there."""
-        return self.kind, self._entries[: self._nnz], self._meta[: self._tokens]
+    def take(self) -> Piece:
+        """What crosses to the process that answers HTTP. It is forgotten here, its room is used again."""
+        piece = Piece(self.kind, self._entries[: self._nnz].copy(), self._meta[: self._tokens].copy())
+        self._nnz = self._tokens = 0
+        return piece
 
 
-def encode(message: tuple[str, NDArray[np.int32], NDArray[np.int32]]) -> dict[str, Any]:
+class Piece(NamedTuple):
+    """Rows of some tokens of a response."""
+
+    kind: str
+    entries: NDArray[np.int32]
+    meta: NDArray[np.int32]
+
+
+def encode(pieces: Sequence[Piece]) -> dict[str, Any]:
     """The value of `meta_info.sc`."""
-    kind, entries, meta = message
+    entries = np.concatenate([piece.entries for piece in pieces])
+    meta = np.concatenate([piece.meta for piece in pieces])
     rows = SupportRows(
         token_ids=np.ascontiguousarray(entries[:, 0]),
         logprobs=np.ascontiguousarray(entries[:, 1]).view(np.float32),
         offsets=np.concatenate([[0], np.cumsum(meta[:, 0], dtype=np.int64)]).astype(np.int64),
         sampled_logprobs=np.ascontiguousarray(meta[:, 1]).view(np.float32),
-        kind="head" if kind == "head" else "complete",
+        kind="head" if pieces[0].kind == "head" else "complete",
         status=meta[:, 2].astype(np.uint8),
     )
     return pack_wire(rows, meta[:, 3].astype(np.uint8))
@@ -62,16 +79,14 @@ def encode(message: tuple[str, NDArray[np.int32], NDArray[np.int32]]) -> dict[st
 class DeviceRows:
     """sglang's DeviceAuxiliaryOutput: it copies the rows beside the step's own results and consumes them after commit.
 
-    committed: int32 [requests], tokens that a verify step committed; None for a step that samples one a request.
+    verified: of a verify step with `block` positions a request, not of a step that samples one.
     """
 
-    def __init__(self, packed: Packed, committed: torch.Tensor | None, block: int) -> None:
-        self.packed, self.block, self.verified = packed, block, committed is not None
-        # Joined here, on the stream that made both: the copy may run on another.
-        self.flat = packed.flat if committed is None else torch.cat([packed.flat, committed.int()])
+    def __init__(self, packed: Packed, block: int, verified: bool) -> None:
+        self.packed, self.block, self.verified = packed, block, verified
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> HostRows:
-        return HostRows(copy_tensor(self.flat), self.packed, self.block, self.verified)
+        return HostRows(copy_tensor(self.packed.flat), self.packed, self.block, self.verified)
 
 
 class HostRows:
@@ -82,48 +97,41 @@ class HostRows:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         flat, packed = self.flat.numpy(), self.packed
+        heads, total = len(packed.head_rows), len(packed.head_rows) + len(packed.complete_rows)
+        split = 3 * total + 2 * heads * packed.head_size
+        if heads:
+            grid = flat[3 * total : split].reshape(heads, packed.head_size, 2)
+            self._hand_out(batch, commits, packed.head_rows, flat[: 3 * heads], grid)
+        if total > heads:
+            grid = flat[split:].reshape(total - heads, packed.stride, 2)
+            self._hand_out(batch, commits, packed.complete_rows, flat[3 * heads : 3 * total], grid)
+
+    def _hand_out(self, batch: Any, commits: Sequence[Any], rows: NDArray, flat_meta: NDArray, grid: NDArray) -> None:
+        """rows: batch row numbers. flat_meta: [3 r]. grid: entries [r, width, 2], the used ones first."""
+        meta = np.empty((len(rows), 4), np.int32)
+        meta[:, :3] = flat_meta.reshape(-1, 3)
         if self.verified:
-            flat, committed = flat[: -len(commits)], flat[-len(commits) :]
-            kinds = verify_kinds(committed, self.block)
+            committed = (meta[:, 2].reshape(-1, self.block) != UNCOMMITTED).sum(1)
+            meta[:, 3] = verify_kinds(committed, self.block)
         else:
-            kinds = sample_kinds(batch)
-        heads, supports = len(packed.head_rows), len(packed.complete_rows)
-        meta = np.empty((heads + supports, 4), np.int32)
-        meta[:, :3] = flat[: 3 * len(meta)].reshape(-1, 3)
-        meta[:, 3] = kinds[np.concatenate([packed.head_rows, packed.complete_rows])]
-        rest = flat[3 * len(meta) :]
-        split = heads * packed.head_size
-        head_entries, complete_entries = rest[: 2 * split].reshape(-1, 2), rest[2 * split :].reshape(-1, 2)
-
-        grid = head_entries.reshape(heads, packed.head_size, 2)
-        self._hand_out(
-            batch, commits, packed.head_rows, meta[:heads],
-            lambda first, last: grid[first:last, : meta[first, 0]].reshape(-1, 2),
-        )  # fmt: skip
-        starts = np.concatenate([[0], np.cumsum(meta[heads:, 0], dtype=np.int64)]).tolist()
-        if starts[-1] > packed.prefix:
-            more = packed.beyond[: starts[-1] - packed.prefix].cpu().numpy()
-            complete_entries = np.concatenate([complete_entries, more])
-        self._hand_out(
-            batch, commits, packed.complete_rows, meta[heads:],
-            lambda first, last: complete_entries[starts[first] : starts[last]],
-        )  # fmt: skip
-
-    def _hand_out(
-        self, batch: Any, commits: Sequence[Any], rows: NDArray, meta: NDArray, entries: Callable[[int, int], NDArray]
-    ) -> None:
-        """meta: of these rows only. entries(first, last): of rows first to last, numbered as in meta."""
-        failed = meta[:, 2].any()
-        for first, row in enumerate(rows[:: self.block].tolist()):
+            meta[:, 3] = sample_kinds(batch)[rows]
+        lengths, statuses = meta[:, 0].tolist(), meta[:, 2].tolist()
+        for first, row in zip(range(0, len(rows), self.block), rows[:: self.block].tolist(), strict=True):
             commit = commits[row // self.block]
             if commit is None:
                 continue
-            first *= self.block
             last = first + len(commit.token_ids)
             request = batch.reqs[row // self.block]
-            rows_of(request).append(entries(first, last), meta[first:last])
-            if failed:
-                end_early(request, meta[first:last, 2])
+            entries = [self._entries(grid, index, lengths[index]) for index in range(first, last)]
+            rows_of(request).append(entries, meta[first:last])
+            if any(statuses[first:last]):
+                end_early(request, max(statuses[first:last]))
+
+    def _entries(self, grid: NDArray, index: int, length: int) -> NDArray[np.int32]:
+        if length <= grid.shape[1]:
+            return grid[index, :length]
+        more = self.packed.beyond[index, : length - grid.shape[1]].cpu().numpy()
+        return np.concatenate([grid[index], more])
 
 
 def rows_of(request: Any) -> RequestRows:
@@ -135,10 +143,9 @@ def rows_of(request: Any) -> RequestRows:
     return store
 
 
-def end_early(request: Any, statuses: NDArray[np.int32]) -> None:
+def end_early(request: Any, worst: int) -> None:
     """End a request of which a row failed: what it would say next can train nothing."""
-    worst = int(statuses.max())
-    if worst != Status.OK and not request.finished():
+    if not request.finished():
         request.to_finish = _abort(ABORTS[Status(worst)])
 
 
@@ -165,9 +172,7 @@ def _abort(message: str) -> Any:
     return FINISH_ABORT(message)
 
 
-def _room(array: NDArray[np.int32], used: int, more: int) -> NDArray[np.int32]:
-    if used + more <= len(array):
-        return array
-    grown = np.empty((max(used + more, 2 * len(array)), array.shape[1]), np.int32)
+def _grown(array: NDArray[np.int32], used: int, wanted: int) -> NDArray[np.int32]:
+    grown = np.empty((max(wanted, 2 * len(array)), array.shape[1]), np.int32)
     grown[:used] = array[:used]
     return grown

@@ -35,7 +35,7 @@ def around_forward(
         )
     plan = plan_for(info)
     logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
-    probs = batch_law(logits, plan.temperature, plan.top_k, plan.top_p)
+    probs = batch_law(logits, plan)
     ids = draw(probs, info.sampling_seed, positions)
     if return_logprob:
         _attach_logprobs(sampler, logits_output, logits, info, top_logprobs_nums, token_ids_logprobs, ids)
@@ -43,8 +43,7 @@ def around_forward(
     if info.sampling_mask_batch_indices is not None:
         _attach_mask(sampler, logits_output, probs, info, ids)
     if plan.captures:
-        committed = torch.ones(len(plan), dtype=torch.bool, device=probs.device)
-        logits_output.auxiliary_device_output = DeviceRows(pack(probs, ids, committed, plan), None, 1)
+        logits_output.auxiliary_device_output = DeviceRows(pack(probs, ids, None, plan), block=1, verified=False)
     return ids
 
 
@@ -59,10 +58,13 @@ def draw(probs: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
         from sglang.srt.layers.sampler import multinomial_with_seed
 
         return multinomial_with_seed(probs.double().log(), seeds, positions).view(-1).int()
-    if probs.is_cuda:
-        # A race of exponentials: in float64 as exact as inverting the distribution, in a third of the launches.
-        return (probs / torch.empty_like(probs, dtype=torch.float64).exponential_()).argmax(-1).int()
     uniforms = torch.rand(len(probs), dtype=torch.float64, device=probs.device)
+    if probs.is_cuda:
+        from miles_ext.law_kernels import draw_rows
+
+        ids = torch.empty(len(probs), dtype=torch.int32, device=probs.device)
+        draw_rows(probs, uniforms, ids)
+        return ids
     # A row without a law gives -1; its status is INVALID, and token 0 keeps the embedding in range until it ends.
     return sample(probs, uniforms).clamp_min(0).int()
 

@@ -1,4 +1,4 @@
-"""How the rows of a finished response leave: one message from the scheduler, encoded where HTTP is answered."""
+"""How the rows of a response leave: in pieces from the scheduler, encoded once, where HTTP is answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from miles_ext.sglang_plugin.plan import REQUEST_KEY
-from miles_ext.sglang_plugin.rows import encode
+from miles_ext.sglang_plugin.rows import Piece, encode
 
 
 def around_streamer_class(original: Callable[..., type], scheduler: Any) -> type:
@@ -26,13 +26,11 @@ def streamer_class(base: type) -> type:
     return type("RowStreamer", (base,), members)
 
 
-def message_of(request: Any) -> list[Any]:
-    """The request's rows, once, with its last output; an empty list until then and for requests without capture."""
+def message_of(request: Any) -> list[Piece]:
+    """The rows that joined since the request's last output: sglang sends one every 50 tokens, so most of a response
+    has crossed before its last token. An empty list for a request without capture."""
     rows = getattr(request, "sc_rows", None)
-    if rows is None or not request.finished():
-        return []
-    del request.sc_rows
-    return [rows.message()]
+    return [rows.take()] if rows is not None and len(rows) else []
 
 
 def around_update_meta_info(
@@ -44,9 +42,13 @@ def around_update_meta_info(
     index: int,
     finish_reason: Any,
 ) -> None:
+    """Keeps the pieces beside the request's state and encodes them once, with its last output."""
     if REQUEST_KEY in customized_info:
-        for message in customized_info[REQUEST_KEY][index]:
-            meta_info[REQUEST_KEY] = encode(message)
+        pieces = state.__dict__.setdefault("sc_pieces", [])
+        pieces += customized_info[REQUEST_KEY][index]
         customized_info = {key: values for key, values in customized_info.items() if key != REQUEST_KEY}
+    if finish_reason is not None and getattr(state, "sc_pieces", None):
+        meta_info[REQUEST_KEY] = encode(state.sc_pieces)
+        state.sc_pieces = []
     if customized_info:
         original(manager, meta_info, state, customized_info, index, finish_reason)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_ext.sglang_plugin.batch_law import batch_law
+from miles_ext.sglang_plugin.batch_law import batch_law, prepare
 from miles_ext.sglang_plugin.pack import pack
 from miles_ext.sglang_plugin.plan import BatchPlan, plan_for
 from miles_ext.sglang_plugin.refusal import DeviceRefusal
@@ -39,7 +39,7 @@ def target_probs(
     use_sparse_topk: bool = True,
 ) -> Tensor:
     """The law of every verified position, float32 [bs, draft_token_num, v]. Stands in for sglang's own filters."""
-    probs = batch_law(next_token_logits, *plan_for(sampling_info).repeat(draft_token_num))
+    probs = batch_law(next_token_logits, plan_for(sampling_info))
     if _step is not None:
         _step.probs = probs
     return probs.view(bs, draft_token_num, -1)
@@ -64,17 +64,28 @@ def around_accept_sampling(original: Callable[..., Any], **arguments: Any) -> An
     correct_len, bonus, trimmed = original(**arguments)
     if _step is None or _step.probs is None:
         return correct_len, bonus, trimmed
-    block = arguments["verify_num_draft_tokens"]
-    rows = torch.arange(len(bonus), device=bonus.device) * block + correct_len.long()
-    law_of_bonus = _step.probs.index_select(0, rows)
+    return correct_len, mended(_step.probs, correct_len, bonus, arguments["verify_num_draft_tokens"]), trimmed
+
+
+def mended(probs: Tensor, correct: Tensor, bonus: Tensor, block: int) -> Tensor:
+    """bonus, with the likeliest token in the place of one that has no mass. probs: [requests * block, v]."""
+    if probs.is_cuda:
+        from miles_ext.law_kernels import mend_bonus
+
+        mend_bonus(probs, correct, bonus, block)
+        return bonus
+    rows = torch.arange(len(bonus)) * block + correct.long()
+    law_of_bonus = probs.index_select(0, rows)
     supported = law_of_bonus.gather(1, bonus[:, None])[:, 0] > 0
-    return correct_len, torch.where(supported, bonus, law_of_bonus.argmax(-1)), trimmed
+    return torch.where(supported, bonus, law_of_bonus.argmax(-1))
 
 
 def around_accept_block(original: Callable[..., Any], worker: Any, **arguments: Any) -> Any:
     """Runs sglang's accept step and packs the committed rows from the tensor that it verified with."""
     global _step
     info, bs = arguments["sampling_info"], arguments["bs"]
+    if info is not None and not info.is_all_greedy:
+        prepare(arguments["next_token_logits"], plan_for(info))
     _step = step = VerifyStep()
     try:
         result = original(worker, **arguments)
@@ -97,9 +108,8 @@ def around_accept_block(original: Callable[..., Any], worker: Any, **arguments: 
 def pack_step(probs: Tensor, out_tokens: Tensor, commit_lens: Tensor, plan: BatchPlan, bs: int) -> DeviceRows:
     """probs [bs * block, v], out_tokens [bs, block], commit_lens [bs]."""
     block = out_tokens.shape[1]
-    committed = torch.arange(block, device=probs.device) < commit_lens[:, None]
-    packed = pack(probs.view(bs * block, -1), out_tokens.reshape(-1), committed.reshape(-1), plan)
-    return DeviceRows(packed, commit_lens, block)
+    packed = pack(probs.view(bs * block, -1), out_tokens.reshape(-1), commit_lens, plan)
+    return DeviceRows(packed, block, verified=True)
 
 
 def around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **rest: Any) -> Any:

@@ -9,11 +9,10 @@ import torch
 
 from miles_ext.law import head, law, sample
 from miles_ext.records import Commit, Status, SupportRows
-from miles_ext.sglang_plugin import batch_law
 from miles_ext.sglang_plugin import pack as packing
 from miles_ext.sglang_plugin.pack import pack
 from miles_ext.sglang_plugin.plan import COMPLETE, HEAD, OFF, plan_of
-from miles_ext.sglang_plugin.rows import DeviceRows, encode, verify_kinds
+from miles_ext.sglang_plugin.rows import DeviceRows, Piece, encode, verify_kinds
 from miles_ext.sglang_plugin.stream import around_update_meta_info, message_of
 from miles_ext.wire import unpack
 
@@ -50,9 +49,8 @@ class Step:
 
     def run(self, visible: list[int] | None = None) -> None:
         """Pack, copy to the host and hand out. visible: tokens of each request that count (a stop may cut)."""
-        mask = torch.arange(BLOCK) < self.committed[:, None]
-        packed = pack(self.probs, self.tokens, mask.ravel(), self.plan)
-        host = DeviceRows(packed, self.committed, BLOCK).copy_to_host(lambda tensor: tensor.clone())
+        packed = pack(self.probs, self.tokens, self.committed, self.plan)
+        host = DeviceRows(packed, BLOCK, verified=True).copy_to_host(lambda tensor: tensor.clone())
         counts = self.committed.tolist() if visible is None else visible
         host.consume(self.batch, [SimpleNamespace(token_ids=(0,) * n) if n else None for n in counts])
 
@@ -72,8 +70,16 @@ class Step:
 
 def response(req: StandInRequest) -> tuple[SupportRows, np.ndarray]:
     """The request's rows as a client decodes them from the response."""
-    meta: dict[str, Any] = {}
-    around_update_meta_info(lambda *_: None, None, meta, None, {"sc": [message_of(req)]}, 0, None)
+    return answer([message_of(req)])
+
+
+def answer(messages: list[list[Piece]]) -> tuple[SupportRows, np.ndarray]:
+    """What a client decodes where the request's outputs brought these messages, the last of them at its end."""
+    state, meta = SimpleNamespace(), {}
+    for i, message in enumerate(messages):
+        end = {"type": "length"} if i == len(messages) - 1 else None
+        around_update_meta_info(lambda *_: None, None, meta, state, {"sc": [message]}, 0, end)
+        assert ("sc" in meta) == (end is not None)
     return unpack(meta["sc"])
 
 
@@ -121,20 +127,29 @@ def test_an_uncommitted_request_keeps_nothing() -> None:
     assert not hasattr(req, "sc_rows")
 
 
-def test_a_large_batch_is_filtered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request("complete", 60, top_k=k, top_p=0.9, temperature=0.5 + k / 10) for k in range(1, 8)]
-    arrays = plan_of(requests).repeat(1)
-    logits = torch.randn(7, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    whole = batch_law.batch_law(logits, *arrays)
-    monkeypatch.setattr(batch_law, "CHUNK", 2 * VOCABULARY + 1)
-    assert torch.equal(batch_law.batch_law(logits, *arrays), whole)
+def test_rows_cross_in_pieces_and_come_out_whole() -> None:
+    requests = [request("complete", 60, top_k=4), request("head", 9)]
+    whole = [request("complete", 60, top_k=4), request("head", 9)]
+    messages: list[list[list[Piece]]] = [[], []]
+    for seed in range(6):
+        for reqs in (requests, whole):
+            Step(reqs, seed).run()
+        if seed % 2:
+            for sent, req in zip(messages, requests, strict=True):
+                sent.append(message_of(req))
+    for sent, req in zip(messages, whole, strict=True):
+        # The last output of a response may bring no rows of its own.
+        rows, commit = answer([*sent, []])
+        wanted, wanted_commit = response(req)
+        assert len(rows) >= 6 and np.array_equal(commit, wanted_commit)
+        for name in ("token_ids", "logprobs", "offsets", "sampled_logprobs", "status"):
+            assert np.array_equal(getattr(rows, name), getattr(wanted, name)), name
 
 
 def test_uncommitted_positions_take_no_room() -> None:
     step = Step([request("complete", 60), request("head", 5)], 3)
     step.committed[:] = torch.tensor([1, 2])
-    mask = (torch.arange(BLOCK) < step.committed[:, None]).ravel()
-    lengths = pack(step.probs, step.tokens, mask, step.plan).flat[: 6 * BLOCK].view(-1, 3)[:, 0].tolist()
+    lengths = pack(step.probs, step.tokens, step.committed, step.plan).flat[: 6 * BLOCK].view(-1, 3)[:, 0].tolist()
     assert lengths == [5, 5, 0, 0, VOCABULARY, 0, 0, 0]  # head rows come first
 
 
@@ -150,16 +165,13 @@ def test_overflow_is_flagged_and_empty_and_spares_its_neighbours() -> None:
     assert (rows.lengths == 6).all()
 
 
-def test_a_full_step_overflows_the_rows_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "STEP_ENTRIES", 2 * VOCABULARY)
-    requests = [request("complete", 60), request("complete", 60)]
-    step = Step(requests, 2)
-    step.committed[:] = BLOCK
-    step.run()
+def test_a_row_longer_than_its_share_of_the_step_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "STEP_ENTRIES", 2 * BLOCK * (VOCABULARY - 1))
+    requests = [request("complete", 60), request("complete", 60, top_k=5)]
+    Step(requests, 2).run()
     first, second = (response(req)[0] for req in requests)
-    assert first.status.tolist() == [0, 0, 1, 1]
-    assert first[0:2].check(step.tokens[:2].numpy(), VOCABULARY)
-    assert second.status.tolist() == [1, 1, 1, 1]
+    assert set(first.status) == {Status.OVERFLOW}
+    assert not second.status.any()
 
 
 def test_ties_far_beyond_top_k_are_fetched_and_not_lost() -> None:
@@ -167,8 +179,7 @@ def test_ties_far_beyond_top_k_are_fetched_and_not_lost() -> None:
     logits = torch.zeros(BLOCK, VOCABULARY)
     step = Step([req], 0, logits)
     step.committed[:] = BLOCK
-    mask = torch.ones(BLOCK, dtype=torch.bool)
-    assert pack(step.probs, step.tokens, mask, step.plan).prefix < BLOCK * VOCABULARY
+    assert pack(step.probs, step.tokens, step.committed, step.plan).stride < VOCABULARY
     step.run()
     rows, _ = response(req)
     assert (rows.lengths == VOCABULARY).all()
@@ -199,8 +210,9 @@ def test_wire_stays_below_eleven_bytes_an_entry_and_sixteen_a_token() -> None:
     req = request("complete", 60)
     for seed in range(8):
         Step([req], seed).run()
-    _, entries, meta = message = req.sc_rows.message()
-    size = sum(len(value) for value in encode(message).values() if isinstance(value, str))
+    (piece,) = message_of(req)
+    _, entries, meta = piece
+    size = sum(len(value) for value in encode([piece]).values() if isinstance(value, str))
     assert size <= 11 * len(entries) + 16 * len(meta) + 100
 
 

@@ -47,7 +47,7 @@ def assert_law(probs: torch.Tensor, case: dict[str, Any]) -> None:
 
 
 def decoded(req: Any) -> Any:
-    return unpack(encode(req.sc_rows.message()))
+    return unpack(encode([req.sc_rows.take()]))
 
 
 def test_regular_sampler_and_its_capture(case: dict[str, Any]) -> None:

@@ -39,13 +39,13 @@ class Filters:
     @classmethod
     def of(
         cls,
-        n: int,
-        v: int,
+        logits: Tensor,
         temperature: ArrayLike | Tensor = 1.0,
         top_k: ArrayLike | Tensor = 0,
         top_p: ArrayLike | Tensor = 1.0,
         filter_order: FilterOrder = "top_k_first",
     ) -> Filters:
+        n, v = logits.shape
         if filter_order not in get_args(FilterOrder):
             raise ValueError(f"filter_order {filter_order!r}; accepted: {', '.join(get_args(FilterOrder))}")
         heat = _host_rows(temperature, n, np.float64, "temperature")
@@ -67,10 +67,12 @@ class Filters:
     def on(self, device: torch.device) -> DeviceFilters:
         if device not in self._copies:
             touched = np.flatnonzero((self.k < self.v) | (self.p < 1) | self.greedy)
-            columns = (touched, self.heat[touched], self.k[touched], self.p[touched])
+            rows, heats, ks, ps = (
+                _to(a, device) for a in (touched, self.heat[touched], self.k[touched], self.p[touched])
+            )
             plain = (self.heat == 1).all() or len(touched) == len(self.heat)
-            heat = None if plain else _to(np.where(self.greedy, 1.0, self.heat)[:, None], device).float()
-            self._copies[device] = DeviceFilters(*(_to(column, device) for column in columns), heat)
+            column = None if plain else _to(np.where(self.greedy, 1.0, self.heat)[:, None], device).float()
+            self._copies[device] = DeviceFilters(rows, heats, ks, ps, column)
         return self._copies[device]
 
     @cached_property
@@ -108,7 +110,7 @@ def law(
 
     A row with NaN, +inf or no finite logit comes out as NaN throughout: see `invalid`. -inf marks a forbidden token.
     """
-    return filtered_law(logits, Filters.of(*logits.shape, temperature, top_k, top_p, filter_order))
+    return filtered_law(logits, Filters.of(logits, temperature, top_k, top_p, filter_order))
 
 
 def filtered_law(logits: Float[Tensor, "n v"], filters: Filters) -> Float[Tensor, "n v"]:

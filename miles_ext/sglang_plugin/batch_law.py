@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 def batch_law(logits: Float[Tensor, "n v"], plan: BatchPlan) -> Float[Tensor, "n v"]:
     """The law of every row, n = len(plan) * positions."""
-    return filtered_law(logits, _filters(*logits.shape, plan))
+    return filtered_law(logits, _filters(logits, plan))
 
 
 def prepare(logits: Float[Tensor, "n v"], plan: BatchPlan) -> None:
     """Copy the plan's filters to the device now: in an accept step memory is borrowed and does not outlive it."""
-    _filters(*logits.shape, plan).on(logits.device)
+    _filters(logits, plan).on(logits.device)
 
 
-def _filters(n: int, v: int, plan: BatchPlan) -> Filters:
+def _filters(logits: Tensor, plan: BatchPlan) -> Filters:
     """Checked once a composition of the batch."""
+    n, v = logits.shape
     order = read_settings().filter_order
     key = ("filters", n, v, order)
     if key not in plan.device_cache:
-        plan.device_cache[key] = Filters.of(n, v, *plan.repeat(n // len(plan)), order)
+        plan.device_cache[key] = Filters.of(logits, *plan.repeat(n // len(plan)), order)
     return plan.device_cache[key]

@@ -21,7 +21,7 @@ from miles_ext.sglang_plugin import pack_kernels, pack_torch
 from miles_ext.sglang_plugin.pack import UNCOMMITTED
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-V = 5000  # more than one block of the kernels
+V = 5008  # more than one block of the kernels
 CASES = json.loads((Path(__file__).parents[1] / "data" / "filters.json").read_text())["cases"]
 
 
@@ -35,7 +35,7 @@ def device_law(logits: Tensor, filters: Filters) -> Tensor:
 
 def compare_law(logits: Tensor, *asked: Any, tolerance: float = 2e-7) -> int:
     """Same support, same probabilities, untouched rows left alone."""
-    filters = Filters.of(*logits.shape, *asked)
+    filters = Filters.of(logits, *asked)
     wanted, found = filtered_law(logits, filters), device_law(logits, filters)
     touched = filters.on(torch.device(DEVICE)).rows.cpu()
     rest = torch.ones(len(logits), dtype=torch.bool).index_fill(0, touched, False)
@@ -54,7 +54,7 @@ def written_cases() -> int:
         logits = torch.tensor([case["logits"]] * 2, dtype=torch.float32)
         wanted = torch.zeros(logits.shape[1], dtype=torch.float64)
         wanted[torch.tensor(case["support"])] = torch.tensor(case["probs"], dtype=torch.float64)
-        filters = Filters.of(*logits.shape, case["temperature"], case["top_k"], case["top_p"], case["filter_order"])
+        filters = Filters.of(logits, case["temperature"], case["top_k"], case["top_p"], case["filter_order"])
         if not len(filters.filtered):
             continue
         exact = torch.equal(logits.bfloat16().float(), logits)

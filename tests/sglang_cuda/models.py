@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rollout.embedded.decoder import Decoder
 from rollout.embedded.draft import Draft
 from rollout.embedded.draft_config import DraftConfig
 from rollout.embedded.transformer import BlockConfig
+from tests.sglang_cpu.server import TINY
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,16 @@ def write_draft(folder: Path, target: Decoder) -> None:
     draft.save_pretrained(folder, torch.bfloat16)
 
 
+def vocabulary(folder: Path, name: str) -> int:
+    """Of the tiny model, or of `folder`/NAME/target."""
+    target = TINY / "target" if name == "tiny" else folder / name / "target"
+    return json.loads((target / "config.json").read_text())["vocab_size"]
+
+
 def write(folder: Path, name: str) -> None:
-    """`folder`/target and `folder`/draft of a named size, once."""
+    """`folder`/target and `folder`/draft of a named size, once. Folders that are there are taken as they are, so a
+    real model may be linked in their place."""
+    if (folder / "target" / "config.json").exists():
+        return
     if not (folder / "draft" / "model.safetensors").exists():
         write_draft(folder / "draft", write_target(folder / "target", SIZES[name]))

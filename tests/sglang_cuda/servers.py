@@ -3,6 +3,8 @@
     python -m tests.sglang_cuda.servers start FOLDER [NAME ...]
     python -m tests.sglang_cuda.servers stop FOLDER
 
+FOLDER/SIZE/target and FOLDER/SIZE/draft, where they exist (links will do), are served in the place of random models.
+
 They start together: with a capped token pool none sizes its memory by what is free at that moment. The interpreter
 must have sglang's CUDA build, and the plugin under its entry point (with_plugin.sh).
 """

@@ -1,6 +1,6 @@
 """Shows the plugin on running servers (see `servers`), and writes what was found as JSON (see `page`).
 
-    python -m tests.sglang_cuda.show FOLDER OUT.json [--device cpu] [--parts rows,law] [--small] [--commit ID]
+python -m tests.sglang_cuda.show FOLDER OUT.json [--device cpu] [--parts rows,law] [--small] [--commit ID]
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--laws", default=",".join(show_law.CASES))
     parser.add_argument("--samples", type=int, default=5120, help="responses a law and arm")
-    parser.add_argument("--costs", default="", help="servers of the part cost; all without it")
+    parser.add_argument("--costs", default="", help="servers of the part cost; those of models without it")
+    parser.add_argument("--seconds", type=float, default=40, help="rounds of the part cost start this long, a server")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     noted = attach(options.folder)
@@ -73,12 +74,15 @@ def run(part: str, servers: dict[str, Server], options: argparse.Namespace) -> l
         if "memory_saver" in servers:
             found += attempt(part, show_updates.memory, servers["memory_saver"])
     else:
-        for name, server in servers.items():
-            kind = KINDS[name]
-            vocabulary = 512 if kind.model == "tiny" else models.SIZES[kind.model].vocabulary
-            if name in (options.costs.split(",") if options.costs else set(KINDS) - {"no_verifier", "memory_saver"}):
-                length, stock = 16 if small else 256, name.startswith("stock")
-                found += attempt(f"{part}/{name}", show_cost.rows, server, name, length, vocabulary, not stock)
+        chosen = options.costs.split(",") if options.costs else [n for n in servers if KINDS[n].model != "tiny"]
+        for name in chosen:
+            if name in servers and not name.startswith("stock"):
+                kind = KINDS[name]
+                stock = servers.get(f"stock_{kind.model}") if kind.arm == "regular" else None
+                vocabulary, length = models.vocabulary(options.folder, kind.model), 16 if small else 256
+                found += attempt(
+                    f"{part}/{name}", show_cost.rows, servers[name], name, length, vocabulary, options.seconds, stock
+                )
     print(f"{part}: {time.monotonic() - first:.0f} s", flush=True)
     return found
 

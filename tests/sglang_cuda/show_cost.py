@@ -1,14 +1,19 @@
-"""Part `cost`: throughput of eight concurrent responses, capture on against capture off."""
+"""Part `cost`: what capture costs eight concurrent responses, and what the plugin costs beside stock sglang.
+
+Capture on and off alternate on one warm server (off, on, on, off: a drift of the machine cancels), and stock sglang
+runs before and after them. Each pair of neighbours gives one loss; a row is their median, with a bootstrap interval.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 import requests
 
 from experiments.evidence import Row, at_most, report
@@ -16,73 +21,130 @@ from miles_ext.sampling import SamplingSpec
 from tests.sglang_cpu.answers import params
 from tests.sglang_cpu.server import Server
 
-CONCURRENT, ROUNDS = 8, 8
-UNFILTERED, NUCLEUS, LARGE = {}, {"top_k": 50, "top_p": 0.95}, {"top_k": 1024}
-# name: sampled as, captured as (None: not at all), whose loss against the first of the same filters, the gate
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, float]] = {
-    "unfiltered": (UNFILTERED, None, 0),
-    "unfiltered K32": (UNFILTERED, {"capture": "head", "head_size": 32}, 0.05),
-    "unfiltered K128": (UNFILTERED, {"capture": "head", "head_size": 128}, 0.05),
-    "k50 p0.95": (NUCLEUS, None, 0),
-    "k50 p0.95 captured": (NUCLEUS, {}, 0.05),
-    "k1024": (LARGE, None, 0),
-    "k1024 captured": (LARGE, {}, 0.10),
+CONCURRENT, WARM, LEAST_ROUNDS = 8, 2, 3
+HEAD_32, HEAD_128 = {"capture": "head", "head_size": 32}, {"capture": "head", "head_size": 128}
+NUCLEUS, LARGE = {"top_k": 50, "top_p": 0.95}, {"top_k": 1024}
+# name: sampled as, captured as, the most that capture may cost
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "K32": ({}, HEAD_32, 0.05),
+    "K128": ({}, HEAD_128, 0.05),
+    "k50 p0.95": (NUCLEUS, {}, 0.05),
+    "k1024": (LARGE, {}, 0.10),
 }
 
 
-def rows(server: Server, name: str, length: int, vocabulary: int, captures: bool = True) -> list[Row]:
-    """captures: whether the server has the plugin."""
+@dataclass
+class Rates:
+    """Tokens a second of one case, in the order measured, and bytes of a captured response."""
+
+    off: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    stock: list[float] = field(default_factory=list)
+    size: float = 0.0
+
+
+def rows(server: Server, name: str, length: int, vocabulary: int, seconds: float, stock: Server | None) -> list[Row]:
+    """seconds: the rounds end after this long, and not before LEAST_ROUNDS. stock: without the plugin, same model."""
     cases = {case: fields for case, fields in CASES.items() if fields[0].get("top_k", 0) < vocabulary}
-    if not captures:
-        cases = {case: fields for case, fields in cases.items() if fields[1] is None}
-    rates: dict[str, list[float]] = {case: [] for case in cases}
-    sizes: dict[str, float] = {}
-    for _ in range(ROUNDS):
-        for case, (filters, capture, _) in cases.items():
-            rate, sizes[case] = measure(server, fields(filters, capture, length), vocabulary, length)
-            rates[case].append(rate)
-    return [row for case in cases for row in judge(name, case, rates, sizes[case])]
+    rates = {case: Rates() for case in cases}
+    with Load(vocabulary, length) as load:
+        for filters, capture, _ in cases.values():  # compiles kernels, fills caches
+            for _ in range(WARM):
+                for sampling in (plain(filters, length), captured(filters, capture, length)):
+                    load.run(server, sampling)
+                if stock:
+                    load.run(stock, plain(filters, length))
+        first, rounds = time.monotonic(), 0
+        while rounds < LEAST_ROUNDS or time.monotonic() - first < seconds:
+            for case, (filters, capture, _) in cases.items():
+                measure_round(load, server, stock, filters, capture, rates[case])
+            rounds += 1
+    return [row for case in cases for row in judge(name, case, rates[case])]
 
 
-def fields(filters: dict[str, Any], capture: dict[str, Any] | None, length: int) -> dict[str, Any]:
-    wanted = {"max_new_tokens": length, "ignore_eos": True}
-    if capture is None:
-        return {"temperature": 1.0, **filters, **wanted}
-    return params(SamplingSpec(**filters, **capture), **wanted)
+def measure_round(load: Load, server: Server, stock: Server | None, filters: Any, capture: Any, rates: Rates) -> None:
+    off, on = plain(filters, load.length), captured(filters, capture, load.length)
+    for kind in ("stock", "off", "on", "on", "off", "stock"):
+        if kind == "stock":
+            if stock:
+                rates.stock.append(load.run(stock, off)[0])
+        elif kind == "off":
+            rates.off.append(load.run(server, off)[0])
+        else:
+            rate, rates.size = load.run(server, on)
+            rates.on.append(rate)
 
 
-def measure(server: Server, sampling: dict[str, Any], vocabulary: int, length: int) -> tuple[float, float]:
-    """Tokens a second from the first request sent to the last byte received, and mean bytes of a response."""
-    prompts = np.random.default_rng(1).integers(3, vocabulary, (CONCURRENT, 16)).tolist()
+def plain(filters: dict[str, Any], length: int) -> dict[str, Any]:
+    return {"temperature": 1.0, **filters, "max_new_tokens": length, "ignore_eos": True}
 
-    def one(prompt: list[int]) -> bytes:
-        body = {"input_ids": prompt, "sampling_params": sampling}
-        answer = requests.post(server.url + "/generate", json=body, timeout=120)
-        answer.raise_for_status()
-        return answer.content
 
-    with ThreadPoolExecutor(CONCURRENT) as pool:
+def captured(filters: dict[str, Any], capture: dict[str, Any], length: int) -> dict[str, Any]:
+    return params(SamplingSpec(**filters, **capture), max_new_tokens=length, ignore_eos=True)
+
+
+class Load:
+    """Eight clients with open connections and prompts of random tokens."""
+
+    def __init__(self, vocabulary: int, length: int) -> None:
+        self.length = length
+        self.prompts = np.random.default_rng(1).integers(3, vocabulary, (CONCURRENT, 16)).tolist()
+        self.sessions = [requests.Session() for _ in range(CONCURRENT)]
+        self.pool = ThreadPoolExecutor(CONCURRENT)
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown()
+
+    def run(self, server: Server, sampling: dict[str, Any]) -> tuple[float, float]:
+        """Tokens a second from the first request sent to the last byte received, and mean bytes of a response."""
+
+        def one(client: int) -> bytes:
+            body = orjson.dumps({"input_ids": self.prompts[client], "sampling_params": sampling})
+            headers = {"Content-Type": "application/json"}
+            answer = self.sessions[client].post(server.url + "/generate", data=body, headers=headers, timeout=120)
+            answer.raise_for_status()
+            return answer.content
+
         first = time.perf_counter()
-        contents = list(pool.map(one, prompts))
+        contents = list(self.pool.map(one, range(CONCURRENT)))
         seconds = time.perf_counter() - first
-    tokens = sum(json.loads(content)["meta_info"]["completion_tokens"] for content in contents)
-    if tokens != CONCURRENT * length:
-        raise ValueError(f"{tokens} tokens of {CONCURRENT * length}: {contents[0][:300]!r}")
-    return tokens / seconds, statistics.mean(map(len, contents))
+        metas = [orjson.loads(content)["meta_info"] for content in contents]
+        tokens = sum(meta["completion_tokens"] for meta in metas)
+        if tokens != CONCURRENT * self.length:
+            raise ValueError(f"{tokens} tokens of {CONCURRENT * self.length}: {contents[0][:300]!r}")
+        if all("sc" in meta for meta in metas) != ("custom_params" in sampling):
+            raise ValueError(f"rows where none were asked, or none where they were: {contents[0][:300]!r}")
+        return tokens / seconds, statistics.mean(map(len, contents))
 
 
-def judge(name: str, case: str, rates: dict[str, list[float]], size: float) -> list[Row]:
-    """The first round warms up and is dropped."""
-    measured = rates[case][1:]
-    middle = statistics.median(measured)
-    every = ", ".join(f"{rate:.0f}" for rate in measured)
-    detail = f"{every}; dropped {rates[case][0]:.0f}; {size / 1e3:.1f} kB a response"
-    found = [report(f"cost/{name} {case}", middle, "tok/s", detail)]
-    filters, capture, limit = CASES[case]
-    if capture is not None:
-        plain = next(other for other, fields in CASES.items() if fields[0] is filters and fields[1] is None)
-        pairs = [1 - on / off for on, off in zip(measured, rates[plain][1:], strict=True)]
-        loss = 1 - middle / statistics.median(rates[plain][1:])
-        spread = ", ".join(f"{100 * pair:.1f}" for pair in pairs)
-        found.append(at_most(f"loss/{name} {case}", 100 * loss, 100 * limit, "%", f"of medians; by round {spread}"))
+def judge(name: str, case: str, rates: Rates) -> list[Row]:
+    limit = CASES[case][2]
+    found = [
+        report(f"cost/{name} {case} off", statistics.median(rates.off), "tok/s", spread(rates.off)),
+        report(
+            f"cost/{name} {case} on", statistics.median(rates.on), "tok/s",
+            f"{spread(rates.on)}; {rates.size / 1e3:.1f} kB a response",
+        ),
+        loss(f"loss/{name} {case}", rates.on, rates.off, 100 * limit),
+    ]  # fmt: skip
+    if rates.stock:
+        found.append(loss(f"overhead/{name} {case} off, beside stock", rates.off, rates.stock, 3.0))
+        found.append(report(f"cost/{name} {case} stock", statistics.median(rates.stock), "tok/s", spread(rates.stock)))
     return found
+
+
+def loss(title: str, slower: list[float], faster: list[float], limit: float) -> Row:
+    """Median loss of neighbours in per cent; the 95 % interval is of the median over resampled pairs."""
+    pairs = 100 * (1 - np.array(slower) / np.array(faster))
+    resampled = np.random.default_rng(0).choice(pairs, (10_000, len(pairs)))
+    low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
+    listed = ", ".join(f"{pair:.1f}" for pair in pairs)
+    detail = f"median of {len(pairs)} pairs, 95 % interval {low:.1f} to {high:.1f}; {listed}"
+    return at_most(title, float(np.median(pairs)), limit, "%", detail)
+
+
+def spread(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.0f}" for rate in rates)

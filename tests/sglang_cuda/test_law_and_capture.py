@@ -5,13 +5,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from miles_ext.law import law, sample
+from miles_ext.sglang_plugin.batch_law import batch_law
 from miles_ext.sglang_plugin.pack import Packed, pack
 from miles_ext.sglang_plugin.plan import plan_of
+from miles_ext.sglang_plugin.sampler import draw
 from miles_ext.sglang_plugin.settings import ORDER_VARIABLE
 from tests.sglang_cpu.stand_ins import CASE_IDS, CASES, case_request, request, run_sampler, sampling_info
+from tests.sglang_cuda.bench_kernels import (
+    BLOCK,
+    CAPTURE_LAUNCHES,
+    CAPTURES,
+    FILTERS,
+    SAMPLER_LAUNCHES,
+    VERIFIER_LAUNCHES,
+    Step,
+    measure,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.cuda, pytest.mark.usefixtures("plugin")]
 
@@ -45,23 +56,33 @@ def test_device_rows_are_the_rows_of_the_host() -> None:
     plan = plan_of(reqs)
     probs = law(torch.randn(8, 5000, device="cuda") * 3, *plan.repeat(2))
     tokens = sample(probs, torch.rand(8, dtype=torch.float64, device="cuda"))
-    committed = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool, device="cuda")
+    committed = torch.tensor([2, 1, 2, 2], device="cuda")
     there = entries(pack(probs, tokens, committed, plan))
     here = entries(pack(probs.cpu(), tokens.cpu(), committed.cpu(), plan_of(reqs)))
     assert np.array_equal(there[0], here[0])
-    assert np.allclose(there[1], here[1], atol=1e-6)
+    for mine, other in zip(there[1], here[1], strict=True):
+        assert np.array_equal(mine[:, 0], other[:, 0])
+        assert np.allclose(mine[:, 1].view(np.float32), other[:, 1].view(np.float32), atol=1e-6)
 
 
-def entries(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and statuses of every row, then ids (as they come) beside logprobs."""
-    rows = len(packed.head_rows) + len(packed.complete_rows)
-    flat = packed.flat.cpu().numpy()
+def entries(packed: Packed) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Lengths and statuses of every row, and each row's entries."""
+    heads, rows = len(packed.head_rows), len(packed.head_rows) + len(packed.complete_rows)
+    flat, beyond = packed.flat.cpu().numpy(), packed.beyond.cpu().numpy()
     meta, rest = flat[: 3 * rows].reshape(-1, 3), flat[3 * rows :]
-    total = int(meta[len(packed.head_rows) :, 0].sum())
-    heads = len(packed.head_rows) * packed.head_size
-    pairs = rest.reshape(-1, 2)[: heads + total]
-    exact = np.concatenate([meta[:, [0, 2]].ravel(), pairs[:, 0]])
-    return exact, np.concatenate([meta[:, 1], pairs[:, 1]]).astype(np.int32).view(np.float32)
+    split = 2 * heads * packed.head_size
+    whole = [*rest[:split].reshape(heads, packed.head_size, 2)]
+    whole += [*np.concatenate([rest[split:].reshape(rows - heads, packed.stride, 2), beyond], 1)]
+    return meta[:, [0, 2]], [row[:length] for row, length in zip(whole, meta[:, 0], strict=True)]
+
+
+@pytest.mark.parametrize("positions", [1, BLOCK])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_step_launches_few_kernels_and_capture_adds_one(name: str, positions: int) -> None:
+    base = SAMPLER_LAUNCHES if positions == 1 else VERIFIER_LAUNCHES
+    assert measure(Step(49_152, positions, FILTERS[name], ("none", 0)))[0] <= base
+    for asked in CAPTURES[name].values():
+        assert measure(Step(49_152, positions, FILTERS[name], asked))[0] <= base + CAPTURE_LAUNCHES
 
 
 @pytest.mark.parametrize("kind", ["head", "filtered", "top_p"])
@@ -73,12 +94,9 @@ def test_sampling_and_packing_never_wait_for_the_device(kind: str) -> None:
     run_sampler(reqs, logits)
     info = sampling_info(reqs, 50_000, "cuda")
     plan: Any = info.sc_plan
-    uniforms = torch.rand(8, dtype=torch.float64, device="cuda")
-    committed = torch.ones(8, dtype=torch.bool, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        probs = law(logits, plan.temperature, plan.top_k, plan.top_p)
-        tokens: Tensor = sample(probs, uniforms)
-        pack(probs, tokens, committed, plan)
+        probs = batch_law(logits, plan)
+        pack(probs, draw(probs, None, torch.zeros(8, dtype=torch.int64)), None, plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from miles_ext.capability import EngineCapability
-from miles_ext.weights import HandoffReport, WeightManifest
+from miles_ext.weights import HandoffReport, WeightManifest, combine
 
 START_FILE = "start.json"
 HANDOFF_FILE = "handoffs.jsonl"
@@ -21,11 +21,19 @@ MANIFEST_FILE = "manifest.json"
 AUDIT_FILE = "audit.json"
 
 
-def record_start(arm_dir: Path, initial: WeightManifest, capabilities: Sequence[EngineCapability]) -> None:
-    """Write start.json: the digest of the weights before any update, and what every engine rank said of itself."""
+def record_start(
+    arm_dir: Path, initial: WeightManifest, capabilities: Sequence[EngineCapability], trained_digest: str = ""
+) -> None:
+    """Write start.json: digests of the weights before any update, as sent and as trained, the transform declared, and
+    what every engine rank said of itself. trained_digest: empty where they are sent in the dtype they are trained in.
+    """
     arm_dir.mkdir(parents=True, exist_ok=True)
     reports = [dataclasses.asdict(capability) for capability in capabilities]
-    start = {"weight_version": initial.version, "weights_digest": initial.digest, "capabilities": reports}
+    start = {
+        "weight_version": initial.version, "weights_digest": initial.digest,
+        "trained_digest": trained_digest or combine(initial.tensors),
+        "transform": dict(initial.transform), "capabilities": reports,
+    }  # fmt: skip
     (arm_dir / START_FILE).write_text(json.dumps(start, indent=1, default=sorted) + "\n")
 
 
@@ -33,6 +41,7 @@ def record_handoff(arm_dir: Path, step: int, manifest: WeightManifest, reports: 
     """Append one line to handoffs.jsonl: the digest the trainer sent, and what every engine proved of it."""
     line = {
         "step": step, "version": manifest.version, "sent_digest": manifest.digest,
+        "transform": dict(manifest.transform),
         "reports": [dataclasses.asdict(report) for report in reports],
     }  # fmt: skip
     with (arm_dir / HANDOFF_FILE).open("a") as file:

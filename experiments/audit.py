@@ -24,7 +24,8 @@ from experiments.artifacts import (
 from experiments.comparison import pairing, summarise
 from experiments.config import load
 from experiments.evidence import Row, all_of, at_least, at_most, print_rows, report, write_json
-from experiments.gradient_probe import probe_rows, read_probe
+from experiments.gradient_probe import ON_POLICY_GAP, probe_rows, read_probe
+from experiments.mismatch_audit import mismatch_rows
 from experiments.rollouts import load_rollout, rollout_files
 from experiments.tracking import read_metrics
 from miles_ext.errors import SupportError
@@ -62,7 +63,7 @@ def audit_rows(run_dir: Path) -> list[Row]:
 def arm_rows(arm_dir: Path) -> list[Row]:
     checks = {
         "manifest": manifest_rows, "metadata": metadata_rows, "handoffs": handoff_rows,
-        "training": training_rows, "gradient": probe_rows,
+        "mismatch": mismatch_rows, "training": training_rows, "gradient": probe_rows,
     }  # fmt: skip
     rows = [row for name, check in checks.items() for row in checked(name, check, arm_dir)]
     return [replace(row, name=f"{arm_dir.name}/{row.name}") for row in rows]
@@ -152,7 +153,8 @@ def handoff_rows(arm_dir: Path) -> list[Row]:
     speculative = start["capabilities"][0]["arm"] != "regular"
     wrong: list[str] = []
     for line in handoffs:
-        found = {name: {report[name] for report in line["reports"]} for name in line["reports"][0]}
+        names = ("version", "received_digest", "resident_digest", "draft_digest")
+        found = {name: {report[name] for report in line["reports"]} for name in names}
         checks = {
             "received is not sent": found["received_digest"] == {line["sent_digest"]},
             "served version differs": found["version"] == {line["version"]},
@@ -191,7 +193,9 @@ def training_rows(arm_dir: Path) -> list[Row]:
     rows.append(Row("settings", float(same), "", "trainer ran what the config says", same, str(claimed)))
     if claimed["centering"] == "on":
         norm = float(np.mean(list(series["sc/correction_norm"].values())))
-        if claimed["mode"] == "none":
+        if gap < ON_POLICY_GAP:
+            rows.append(report("correction_norm", norm, "", "mean over the steps; on-policy: nothing to correct"))
+        elif claimed["mode"] == "none":
             rows.append(at_least("correction_norm", norm, CORRECTION_FLOOR, "", "mean over the steps"))
         else:  # zero by construction while no ratio leaves its bounds: that shows nothing either way
             rows.append(report("correction_norm", norm, "", f"mean over the steps; mode {claimed['mode']}"))

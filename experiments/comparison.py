@@ -61,7 +61,7 @@ def summarise(arm_dir: Path) -> dict[str, Any]:
         "grad_norm": _spread(series.get("train/grad_norm", {})),
         "handoff_seconds": _spread(series.get("handoff/seconds", {})),
         "handoffs": len(read_handoffs(arm_dir)),
-        "initial_weights_digest": start.get("weights_digest", ""),
+        "initial_weights_digest": start.get("trained_digest", ""),
         "draft_digests": sorted({capability["draft_digest"] for capability in capabilities} - {""}),
         "prompts_digests": prompts_digests(arm_dir),
     }  # fmt: skip

@@ -14,11 +14,14 @@ from safetensors import safe_open
 from experiments.evidence import Row, at_most, must_fail, report
 from experiments.oracle import RHO_MAX, TAIL_FLOOR, Gradients, Token, token_gradients
 from experiments.rollouts import Rollout, load_rollout, rollout_file
+from experiments.tracking import read_metrics
 
 # Largest difference of a coordinate, in units of scale |A| / T: rounding of the trainer's float32 logits and laws.
 TOLERANCE = 2e-5
 EDGE = 1e-4  # tokens whose log ratio lies this near a bound of `mis` may take either side, and are counted
 MAX_EDGE_FRACTION = 0.05
+# Nats between trainer and engine on a sampled token: below it they differ by rounding, and centering has no work.
+ON_POLICY_GAP = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,15 @@ def probe_rows(arm_dir: Path) -> list[Row]:
         at_most("gradient/advantages", gap, 1e-5, "", "the probe's against the rollout's"),
     ]
     corrections = np.array([np.abs(gradients.centered - gradients.uncentered).max() for gradients in found])
-    at_work = (corrections * np.abs(probe.scale) / unit)[usable].max(initial=0) > 2 * TOLERANCE
+    at_work = (corrections * np.abs(probe.scale))[usable] / unit[usable]
+    at_work = at_work.max(initial=0) > 2 * TOLERANCE
+    on_policy = read_metrics(arm_dir)["train/train_rollout_logprob_abs_diff"][probe.step] < ON_POLICY_GAP
     for name, what in ((other, f"the {other} gradient instead"), ("flipped", "correction of the wrong sign")):
-        if mode == "none" or at_work:
+        if at_work or (mode == "none" and not on_policy):
             rows.append(must_fail(at_most(f"gradient/control_{name}", distance(name), TOLERANCE), what))
-        else:  # no ratio of these tokens left its bounds, so the correction is zero and no control can tell
-            rows.append(report(f"gradient/control_{name}", distance(name), "", f"{what}; {mode} corrects nothing here"))
+        else:  # on-policy, or no ratio of these tokens left its bounds: the correction is zero and no control can tell
+            detail = f"{what}; mode {mode} corrects nothing here"
+            rows.append(report(f"gradient/control_{name}", distance(name), "", detail))
     if mode == "mis":
         detail = "left out: rounding decides their weight"
         rows.append(at_most("gradient/on_a_bound", on_bound, MAX_EDGE_FRACTION, "of tokens", detail))

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from experiments.artifacts import record_handoff, record_start
+from experiments.artifacts import record_start
 from experiments.config import ArmConfig, ExperimentConfig
+from experiments.delivery import Delivery
 from experiments.figures import handoff_figures, rollout_figures
 from experiments.progress import step_line
 from experiments.questions import Questions
@@ -21,7 +22,6 @@ from experiments.rollouts import rollout_file, save_rollout
 from experiments.tracking import Tracker
 from miles_ext.errors import SupportError
 from miles_ext.records import Status, Trajectory
-from miles_ext.weights import HandoffReport, WeightManifest
 from rollout.pool import RolloutPool
 from trainer.step import rollout_advantages
 from trainer.worker import TrainerGroup
@@ -40,12 +40,12 @@ def train_arm(
         closing(TrainerGroup(config.trainer, model.target, seed)) as trainer,
     ):
         pool.start()  # raises where an engine cannot prove that it samples `spec` exactly in this arm
-        manifest, reports = hand_over(trainer, pool, FIRST_VERSION, config.rollout.dtype)
+        delivery = Delivery(trainer, pool, config, seed, folder)
+        delivery.hand_over(-1, FIRST_VERSION)
         capabilities = pool.capability()
         drafts = {capability.draft_digest for capability in capabilities}
         vocab_size = capabilities[0].vocab_size
-        record_start(folder, manifest, capabilities)
-        record_handoff(folder, -1, manifest, reports)
+        record_start(folder, delivery.manifest, capabilities, trained_digest(trainer, config))
 
         held_out = Questions.held_out(config, seed)
         before = evaluate(pool, held_out)
@@ -64,9 +64,8 @@ def train_arm(
             probe = folder / "audit" if audited else None
             metrics |= trainer.train(shared, temperature=spec.temperature, step=step, probe=probe)
             trained = time.perf_counter()
-            manifest, reports = hand_over(trainer, pool, FIRST_VERSION + step + 1, config.rollout.dtype)
+            reports = delivery.hand_over(step, FIRST_VERSION + step + 1)
             handed_over = time.perf_counter()
-            record_handoff(folder, step, manifest, reports)
 
             metrics |= handoff_figures(reports, drafts) | {
                 "perf/rollout_time": sampled - started,
@@ -78,7 +77,10 @@ def train_arm(
             if step == 0:
                 metrics["eval/reward"] = before
             if step == config.steps - 1:  # a run of one step keeps what it became
-                metrics["eval/reward"] = evaluate(pool, held_out)
+                metrics["eval/reward"] = metrics["eval/trained_reward"] = evaluate(pool, held_out)
+                if delivery.alters:  # what was trained, where rollouts come from something else
+                    delivery.hand_over_plain(step + 1, FIRST_VERSION + step + 2)
+                    metrics["eval/trained_reward"] = evaluate(pool, held_out)
             tracker.log(step, metrics)
             say(step_line(name, step + 1, config.steps, metrics))
 
@@ -88,12 +90,10 @@ def train_arm(
         save(trainer, folder / "checkpoints", config.steps, tracker.wandb_id)
 
 
-def hand_over(
-    trainer: TrainerGroup, pool: RolloutPool, version: int, dtype: str
-) -> tuple[WeightManifest, list[HandoffReport]]:
-    """The trainer's weights to every engine, through the object store; what was sent and what each engine proved."""
-    manifest, buckets = trainer.share(version, dtype)
-    return manifest, pool.update_weights(manifest, buckets)
+def trained_digest(trainer: TrainerGroup, config: ExperimentConfig) -> str:
+    """Of the weights as they are trained: arms that sample in another dtype, or transformed ones, are paired by it."""
+    own = "float64" if config.trainer.dtype == "float64" else "float32"  # bfloat16 trains float32 master weights
+    return trainer.share(FIRST_VERSION, own)[0].digest
 
 
 def evaluate(pool: RolloutPool, asked: Questions) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +35,9 @@ class WeightManifest:
 
     @property
     def digest(self) -> str:
-        """One digest over names, shapes, dtypes and contents, independent of order."""
-        return combine(self.tensors)
+        """One digest over names, shapes, dtypes and contents, independent of order, and over the transform if any."""
+        sent = combine(self.tensors)
+        return xxhash.xxh3_128_hexdigest(f"{sent}\n{spell(self.transform)}".encode()) if self.transform else sent
 
     def require_received(self, received: Mapping[str, TensorEntry]) -> None:
         """Raise WeightError listing every tensor that is missing, unexpected or different."""
@@ -52,10 +54,11 @@ class WeightManifest:
 class HandoffReport:
     """What an engine proves after an update: see the design of `WeightManifest` and the three digests.
 
-    received_digest: over the tensors as they were loaded, equal to the manifest's.
+    received_digest: over the tensors as they were loaded and the transform, equal to the manifest's.
     resident_digest: over the engine's own (fused, sharded) tensors, equal across replicas.
     draft_digest: over every private byte of the draft, equal before and after; empty for an engine without a draft.
     seconds: wall time the engine was paused.
+    transform: what was applied to the received tensors; empty for most engines, which refuse any.
     """
 
     version: int
@@ -63,6 +66,12 @@ class HandoffReport:
     resident_digest: str
     draft_digest: str
     seconds: float
+    transform: Mapping[str, Any] = field(default_factory=dict)
+
+
+def spell(transform: Mapping[str, Any]) -> str:
+    """A transform in one canonical line of JSON; `{}` for none."""
+    return json.dumps(dict(transform), sort_keys=True)
 
 
 def tensor_digest(data: Any) -> str:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.policy import Limits
 from rollout.sglang_engine.config import SglangConfig
+
+
+class MismatchConfig(BaseModel):
+    """A declared difference between rollout policy and trainer, for studies (embedded engine). Recorded laws stay the
+    rollouts' own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    quantise: Literal["none", "int8", "int4"] = "none"
+    """Matrices of the rollout copy rounded to 8 bits, a scale a row, or 4 bits, a scale for each 32 inputs."""
+    noise: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Gaussian noise on them, in units of a matrix's root mean square; one draw a run, the same at every handoff."""
+    lag: int = Field(default=0, ge=0)
+    """Rollouts are sampled from the weights of so many handoffs ago."""
+
+    def transform(self, seed: int) -> dict[str, Any]:
+        """What a manifest declares, for the run of this seed; empty where the weights are served as they are sent."""
+        quantise = {} if self.quantise == "none" else {"quantise": self.quantise}
+        return quantise | ({"noise": self.noise, "seed": seed} if self.noise else {})
 
 
 class RolloutConfig(BaseModel):
@@ -52,6 +71,7 @@ class RolloutConfig(BaseModel):
     restart_backoff_s: float = Field(default=1.0, ge=0)
     """Pause before the second restart of a worker in a row, doubled for each further one up to a minute; the first
     comes at once."""
+    mismatch: MismatchConfig = MismatchConfig()
     sglang: SglangConfig = SglangConfig()
 
     def limits(self) -> Limits:
@@ -74,4 +94,9 @@ class RolloutConfig(BaseModel):
             raise ValueError(f"{len(self.sglang.urls)} sglang.urls for {self.workers} workers; accepted: one a worker")
         if self.engine == "sglang" and self.dtype == "float64":
             raise ValueError("dtype is float64 beside engine sglang; accepted: float32, bfloat16")
+        if self.engine == "sglang" and self.mismatch.transform(0):
+            raise ValueError(
+                f"mismatch {self.mismatch.transform(0)} beside engine sglang, which serves weights as they are sent; "
+                "accepted: engine embedded, or mismatch.lag alone"
+            )
         return self

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_ext.errors import EngineError, RequestError, WeightError
 from miles_ext.records import Completion
-from miles_ext.weights import HandoffReport, WeightManifest
+from miles_ext.weights import HandoffReport, WeightManifest, spell
 from rollout.engine import Request
 
 
@@ -56,10 +56,12 @@ def require_handoff(worker: str, report: HandoffReport, manifest: WeightManifest
 
     resident: the digest of the replicas; empty where this report is the first.
     """
-    wanted = (manifest.version, manifest.digest, resident or report.resident_digest, draft)
-    found = (report.version, report.received_digest, report.resident_digest, report.draft_digest)
+    wanted = (manifest.version, manifest.digest, resident or report.resident_digest, draft, spell(manifest.transform))
+    found = (
+        report.version, report.received_digest, report.resident_digest, report.draft_digest, spell(report.transform),
+    )  # fmt: skip
     if found != wanted:
         raise WeightError(
-            f"{worker} reports version and received, resident and draft digests {found}; "
+            f"{worker} reports version, received, resident and draft digests and transform {found}; "
             f"accepted: {wanted}, as sent, as its replicas have and as its draft was loaded; restart the run"
         )

@@ -16,7 +16,7 @@ from miles_ext.errors import CheckpointError, RequestError, WeightError
 from miles_ext.records import Commit, Completion, FinishReason, SpecCounters, SupportRows
 from miles_ext.sampling import FilterOrder, SamplingSpec
 from miles_ext.tensors import digest, dtype_name
-from miles_ext.weights import HandoffReport, WeightManifest
+from miles_ext.weights import HandoffReport, WeightManifest, spell
 from rollout.embedded.arms import DFlash, DFlash2, Regular
 from rollout.embedded.batch import Batch, Reason
 from rollout.embedded.decoder import Decoder
@@ -75,7 +75,7 @@ class EmbeddedEngine:
         self.text = Text(Path(target))
         self.arm = self._make_arm(draft)
         self.vocab_size = self.target.config.vocab_size
-        self.weight_version = 0
+        self.weight_version, self.transform = 0, spell({})
         self.progress = 0
         self._draft_digest = draft_digest(self.draft)
 
@@ -111,6 +111,7 @@ class EmbeddedEngine:
                     "device": str(self.target.device),
                     "dtype": dtype_name(self.target.dtype),
                     "block_size": str(self.arm.width),
+                    "transform": self.transform,
                 },
             )
         ]
@@ -156,7 +157,7 @@ class EmbeddedEngine:
                 "send a later version"
             )
         report = replace_weights(self.target, self.draft, manifest, buckets, self._draft_digest)
-        self.weight_version = manifest.version
+        self.weight_version, self.transform = manifest.version, spell(manifest.transform)
         return report
 
     def healthy(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from miles_ext.errors import WeightError
 from miles_ext.tensors import digest, dtype_name, entries, from_array
-from miles_ext.weights import HandoffReport, WeightManifest, combine
+from miles_ext.weights import HandoffReport, WeightManifest
+from rollout.embedded import transform
 from rollout.embedded.decoder import Decoder
 from rollout.embedded.draft import Draft
 from rollout.engine import Bucket
@@ -25,6 +27,7 @@ def replace_weights(
 ) -> HandoffReport:
     """Stage, verify, apply to the target in place, and verify again; WeightError leaves everything as it was.
 
+    A transform that the manifest declares is applied to what was verified, just before the target takes it.
     trusted_draft: the digest that the draft must have, before and after.
     """
     start = time.perf_counter()
@@ -36,7 +39,7 @@ def replace_weights(
     resident = target.resident_tensors()
     backup = {name: tensor.clone() for name, tensor in resident.items()}
     try:
-        target.load_hf_tensors(staged)
+        target.load_hf_tensors(transform.apply(staged, manifest.transform))
         resident_digest = digest(resident)
         _require_draft(draft, trusted_draft, "by the update")
     except BaseException:
@@ -45,18 +48,16 @@ def replace_weights(
         raise
     return HandoffReport(
         version=manifest.version,
-        received_digest=combine(received),
+        received_digest=replace(manifest, tensors=received).digest,
         resident_digest=resident_digest,
         draft_digest=trusted_draft,
         seconds=time.perf_counter() - start,
+        transform=dict(manifest.transform),
     )
 
 
 def _require_fit(target: Decoder, manifest: WeightManifest) -> None:
-    if manifest.transform:
-        raise WeightError(
-            f"manifest declares the transform {dict(manifest.transform)}; this engine applies none: send plain weights"
-        )
+    transform.check(manifest.transform)
     expected = {name: (tuple(view.shape), dtype_name(view.dtype)) for name, view in target.named_hf_tensors()}
     offered = {name: (entry.shape, entry.dtype) for name, entry in manifest.tensors.items()}
     wrong = {name: offered.get(name, "missing") for name in expected if offered.get(name) != expected[name]}

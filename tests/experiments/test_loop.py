@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 from experiments.arms import run_arm
 from experiments.artifacts import read_handoffs, verify_manifest
-from experiments.config import ExperimentConfig
+from experiments.config import ExperimentConfig, save
 from experiments.loop import evaluate
+from experiments.mismatch_audit import mismatch_rows
 from experiments.questions import Questions
 from experiments.rollouts import load_rollout, rollout_file
 from experiments.tracking import read_metrics
@@ -42,6 +43,7 @@ def run(models, folder, *, arm="dflash2", **settings):
         }
         | settings
     )  # fmt: skip
+    config = save(config)
     said: list[str] = []
     run_arm(config, config.arms[0], 5, said.append, debug=False)
     return config.run_dir / f"{arm}-s5", said
@@ -55,7 +57,7 @@ def test_an_arm_leaves_everything_that_a_check_needs_and_repeats_itself(ray_clus
     metrics = read_metrics(folder)
     assert set(metrics["eval/reward"]) == {0, 2}
     everywhere = {name for name, points in metrics.items() if set(points) == {0, 1, 2}}
-    assert everywhere == set(metrics) - {"eval/reward"} and len(everywhere) > 30
+    assert everywhere == set(metrics) - {"eval/reward", "eval/trained_reward"} and len(everywhere) > 30
     assert set(metrics["handoff/draft_unchanged"].values()) == {1.0}
     assert min(metrics["sc/correction_norm"].values()) > 1e-4
     assert max(metrics["spec/accept_length"].values()) > 1
@@ -89,8 +91,43 @@ def test_arms_see_the_same_prompts_and_begin_from_the_same_weights(ray_cluster, 
     ]
     assert prompts[0] == prompts[1] and len({tuple(prompt) for prompt in prompts[0]}) == 3
     starts = [json.loads((folder / "start.json").read_text()) for folder in found]
-    assert starts[0]["weights_digest"] == starts[1]["weights_digest"]
+    assert starts[0]["trained_digest"] == starts[1]["trained_digest"] == starts[0]["weights_digest"]
     assert [s["capabilities"][0]["arm"] for s in starts] == ["regular", "dflash2"]
+
+
+def test_a_declared_mismatch_is_served_late_and_recorded_and_audited(ray_cluster, models, tmp_path):
+    """bfloat16 one handoff late; int4 and noise: the audit reads what was served, another declaration is red."""
+    rollout = {"context_length": 48, "max_concurrency": 16}
+    declared = {"quantise": "int4", "noise": 0.1}
+    late, _ = run(models, tmp_path / "late", rollout=rollout | {"mismatch": {"lag": 1}, "dtype": "bfloat16"})
+    other, said = run(models, tmp_path / "other", steps=2, rollout=rollout | {"mismatch": declared})
+    assert verify_manifest(other)["failure"] == "" == verify_manifest(late)["failure"], said
+
+    served = [
+        {int(v) for t in load_rollout(rollout_file(late, step)).trajectories for v in t.completion.weight_version}
+        for step in range(3)
+    ]
+    assert served == [{1}, {1}, {2}], "the weights of one handoff ago, once there are any"
+    sent = [(line["step"], line["version"], line["transform"]) for line in read_handoffs(late)]
+    assert sent == [(-1, 1, {}), (1, 2, {}), (2, 3, {}), (3, 5, {})]
+    transform = {**declared, "seed": 5}
+    assert [line["transform"] for line in read_handoffs(other)] == [transform, transform, transform, {}]
+    starts = [json.loads((folder / "start.json").read_text()) for folder in (late, other)]
+    assert starts[0]["trained_digest"] == starts[1]["trained_digest"] and starts[1]["transform"] == transform
+    assert starts[0]["weights_digest"] != starts[1]["weights_digest"], "sent in bfloat16, and with a transform"
+    metrics = read_metrics(other)
+    assert set(metrics["eval/trained_reward"]) == {1}
+    for folder in (late, other):
+        rows = {row.name: row for row in mismatch_rows(folder)}
+        assert all(row.passed for row in rows.values()), rows
+        assert ("mismatch/resident" in rows) == (folder == other)
+    lines = (other / "handoffs.jsonl").read_text()
+    (other / "handoffs.jsonl").write_text(lines.replace('"noise": 0.1', '"noise": 0.2'))
+    assert [row.passed for row in mismatch_rows(other)] == [False, True]
+    (other / "handoffs.jsonl").write_text(lines)
+    config = other.parent / "config.yaml"
+    config.write_text(config.read_text().replace("int4", "int8"))
+    assert [row.passed for row in mismatch_rows(other)] == [False, False], "neither the record nor the weights fit"
 
 
 def test_an_evaluation_without_laws_is_an_error_not_a_low_reward(models):
@@ -142,5 +179,3 @@ def test_groups_with_an_overflow_are_left_out_counted_and_raise_an_alarm(ray_clu
     assert 0 < sum(overflowed) == dropped < 8
     assert np.all(kept.advantages[overflowed] == 0)
     assert said[-1].startswith(f"ALARM regular-s5: {dropped:.0f} groups untrainable")
-
-

@@ -85,7 +85,9 @@ FAULTS = {
     "a bucket sent twice": (lambda m, b: (m, [*b, b[0]]), "arrived twice"),
     "a stranger among them": (lambda m, b: (m, [*b, {"x": np.zeros(3, np.float32)}]), "not listed"),
     "another architecture": (_renamed, "model.norm.weight"),
-    "a transform": (lambda m, b: (replace(m, transform={"quantise": "fp8"}), b), "fp8"),
+    "an unknown transform": (lambda m, b: (replace(m, transform={"quantise": "fp8"}), b), "fp8.*accepted"),
+    "noise without a seed": (lambda m, b: (replace(m, transform={"noise": 0.1}), b), "seed"),
+    "a transform of strangers": (lambda m, b: (replace(m, transform={"quantise": "int8", "x": 1}), b), "'x': 1"),
     "an old version": (lambda m, b: (replace(m, version=0), b), "does not rise"),
     "an empty manifest": (lambda m, b: (replace(m, tensors={}), []), "does not fit"),
 }

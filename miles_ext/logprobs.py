@@ -243,8 +243,6 @@ def row_stats(logits: Float[Tensor, "n v"], temperature: float | Tensor, *, entr
     top, total, weighted = logits.new_zeros(3, n, dtype=work).unbind()
     if width == 0:
         return RowStats(top.fill_(-torch.inf), total, weighted)
-    if logits.is_cuda and work == torch.float32:
-        return RowStats(*_kernels().row_stats(logits, temperature, entropy=entropy))
     step = rows_per_chunk(width, logits)
     buffer = logits.new_empty(min(step, n), width, dtype=work)
     unit = exponent_unit(work)
@@ -277,8 +275,6 @@ def softmax_gradient_(
     """out = scale / temperature * exp(logits / temperature - lse), in place and in chunks of rows."""
     n, width = logits.shape
     work = working_dtype(logits)
-    if logits.is_cuda and work == torch.float32:
-        return _kernels().softmax_gradient_(out, logits, temperature, lse, scale)
     step = rows_per_chunk(width, logits)
     unit = exponent_unit(work)
     shift, factor = (lse * unit)[:, None], (scale / temperature)[:, None]
@@ -314,9 +310,3 @@ def power_(x: Tensor) -> Tensor:
 def rows_per_chunk(width: int, like: Tensor) -> int:
     size = CPU_CHUNK_BYTES if like.device.type == "cpu" else DEVICE_CHUNK_BYTES
     return max(1, size // (max(width, 1) * torch.finfo(working_dtype(like)).bits // 8))
-
-
-def _kernels():
-    from miles_ext import cuda_kernels  # imports triton, which a machine without a GPU need not have
-
-    return cuda_kernels

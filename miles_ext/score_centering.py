@@ -204,13 +204,20 @@ def score_centered_loss(
     cfg: EstimatorConfig,
     temperature: float | Float[Tensor, " n"] = 1.0,
     shard: VocabShard | None = None,
+    *,
+    consume: bool = False,
 ) -> tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]:
     """Loss and metrics of each token; row t of `logits` is the trainer's prediction of `support.sampled[t]`.
 
     logits: raw, any float dtype (float32 arithmetic; float64 stays float64), one vocabulary shard where `shard` says
     so. temperature: the sampler's. Reduce with the caller's mask and global denominators. The gradient is the closed
     form above; beyond the logits, O(n + nnz) numbers are kept for it. Non-finite logits give a non-finite loss.
+    consume: nobody reads the logits after backward, so on a GPU their gradient may take their place in memory.
     """
+    if logits.is_cuda and logits.dtype != torch.float64:
+        from miles_ext.fused import fused_loss  # imports triton, which a machine without a GPU need not have
+
+        return fused_loss(logits, support, advantages, cfg, temperature, shard, consume=consume)
     found = support_logits(
         logits, support.sampled, support.token_ids, support.rows, temperature,
         shard=shard, normalise=support.kind == "head", entropy=cfg.entropy and support.kind == "head",

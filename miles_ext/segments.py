@@ -6,6 +6,7 @@ Rows of equal length (heads) are worked on as a plain matrix, which is far cheap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +61,11 @@ class Segments:
             width=self.width,
         )
         return slice(first, last), layout
+
+    @cached_property
+    def widest(self) -> int:
+        """Entries of the longest row, found on the host."""
+        return self.width if self.width is not None else int(np.diff(self.host_offsets).max(initial=0))
 
     @property
     def lengths(self) -> Int[Tensor, " n"]:

@@ -1,31 +1,41 @@
-"""The rows of `bench estimator` on a GPU, timed with device events: centering, the fused pass and its bandwidth.
+"""The rows of `bench estimator` on a GPU, timed with device events: centering, the fused pass, and its distance from
+the floor of reading each bfloat16 logit twice and writing its gradient once, at the bandwidth of a copy in this run.
 
-Inputs are larger than the L2 cache, and every arm of a ratio runs in turn within one process.
+Every arm of a ratio runs in turn within one process, eagerly: time between two events holds the launches too. Peak
+memory is the allocator's, beyond the logits. Steps that consume their logits get them anew before each timing.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.bench import estimator_peers
+from experiments.bench.device import Step, interleaved, nothing, peak_bytes, seconds, spread
+from experiments.evidence import Row, at_least, at_most, report
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, coefficients, score_centered_loss
 
-TOKENS, REPEATS = 2048, 21
+TOKENS, REPEATS = 4096, 31
+SHAPES = ((151_936, 128), (151_936, 32), (248_320, 128))
 CONFIG = EstimatorConfig(mode="tis", centering="on")
+PLAIN = EstimatorConfig(mode="tis", centering="off")
 
 
 class Problem:
-    def __init__(self, vocab: int, head: int) -> None:
+    """bfloat16 logits of the trainer, and heads of a sampler that is the trainer plus logit noise."""
+
+    def __init__(self, vocab: int, head: int, tokens: int = TOKENS) -> None:
         torch.manual_seed(17)
-        self.logits = (torch.randn(TOKENS, vocab, device="cuda", dtype=torch.bfloat16) * 3).requires_grad_()
-        self.advantages = torch.randn(TOKENS, device="cuda")
+        self.original = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16) * 3
+        self.logits = self.original.clone().requires_grad_()
+        self.advantages = torch.randn(tokens, device="cuda")
         ids, logprobs, sampled, sampled_lp = [], [], [], []
-        for rows in self.logits.detach().split(64):
+        for rows in self.original.split(64):
             q = (rows.float() + 0.3 * torch.randn(rows.shape, device="cuda")).log_softmax(-1)
             values, top = q.topk(head)
             drawn = torch.multinomial(q.exp(), 1)
@@ -34,7 +44,7 @@ class Problem:
             ):
                 kept.append(new.reshape(-1).cpu())
         chosen = torch.cat(sampled).numpy(), torch.cat(sampled_lp).numpy()
-        offsets = np.arange(TOKENS + 1)
+        offsets = np.arange(tokens + 1)
         self.head = SupportTensors.from_arrays(
             torch.cat(ids).numpy(), torch.cat(logprobs).numpy(), offsets * head, *chosen, "head", "cuda"
         )
@@ -42,105 +52,123 @@ class Problem:
             np.zeros(0, np.int64), np.zeros(0, np.float32), offsets * 0, *chosen, "head", "cuda"
         )
 
-    def centered(self) -> None:
-        self._step(self.head, CONFIG)
+    def restore(self) -> None:
+        self.logits.data.copy_(self.original)
 
-    def plain(self) -> None:
-        self._step(self.bare, EstimatorConfig(mode="tis", centering="off"))
+    def step(self, support: SupportTensors, cfg: EstimatorConfig, *, consume: bool = False) -> Step:
+        def run() -> None:
+            loss, _ = score_centered_loss(self.logits, support, self.advantages, cfg, consume=consume)
+            torch.autograd.grad(loss.sum(), self.logits)
 
-    def _step(self, support: SupportTensors, cfg: EstimatorConfig) -> None:
-        self.logits.grad = None
-        score_centered_loss(self.logits, support, self.advantages, cfg)[0].sum().backward()
+        return Step(run, self.restore if consume else nothing)
+
+    def steps(self) -> dict[str, Step]:
+        """plain: the same kernels at K = 0, a step on the selected log-probability alone."""
+        return {
+            "centered": self.step(self.head, CONFIG),
+            "plain": self.step(self.bare, PLAIN),
+            "consuming": self.step(self.head, CONFIG, consume=True),
+            "naive": Step(self.naive),
+        }
 
     def naive(self) -> None:
         """log_softmax of a float32 copy and two gathers under autograd."""
-        self.logits.grad = None
         rows = self.head.rows
         everything = self.logits.float().log_softmax(-1)
         lp_sampled = everything.gather(1, self.head.sampled[:, None])[:, 0]
         lp = everything.gather(1, rows.fold(self.head.token_ids))
         log_ratio, q = lp_sampled.detach() - self.head.sampled_logprobs, rows.fold(self.head.logprobs).exp()
         parts = coefficients(log_ratio, lp.detach().exp(), q, rows, "head", CONFIG)
-        (-self.advantages * (parts.weight * lp_sampled - rows.sum(parts.entries * lp))).sum().backward()
-
-    def peak_bytes(self, step: Callable[[], None]) -> int:
-        self.logits.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
+        loss = -self.advantages * (parts.weight * lp_sampled - rows.sum(parts.entries * lp))
+        torch.autograd.grad(loss.sum(), self.logits)
 
 
-def rows() -> list[dict[str, Any]]:
-    found = []
-    copy = _copy_bandwidth()
-    for vocab, head in ((151_936, 32), (151_936, 128), (248_320, 128)):
-        problem = Problem(vocab, head)
-        times = _interleaved({"centered": problem.centered, "plain": problem.plain, "naive": problem.naive})
-        peak = {name: problem.peak_bytes(getattr(problem, name)) for name in ("centered", "naive")}
-        size = f"V={vocab}, K={head}, {TOKENS} tokens, bfloat16, {torch.cuda.get_device_name()}"
-        floor = 3 * problem.logits.numel() * 2  # two reads and a write of bfloat16
-        median, fastest, slowest = (f(times["centered"]) for f in (statistics.median, min, max))
-
-        def ratio(top: str, bottom: str, times: dict[str, list[float]] = times) -> tuple[float, str]:
-            pairs = [a / b for a, b in zip(times[top], times[bottom], strict=True)]
-            return statistics.median(pairs), f"median of {len(pairs)}, range {min(pairs):.3f} to {max(pairs):.3f}"
-
-        over_plain, spread_plain = ratio("centered", "plain")
-        over_fused, spread_fused = ratio("naive", "centered")
-        tag = f"v{vocab}_k{head}"
-        found += [
-            _row(f"cuda_centered_over_plain_{tag}", over_plain, "ratio", 1.05, True, f"{spread_plain}; {size}"),
-            _row(f"cuda_naive_over_fused_time_{tag}", over_fused, "ratio", None, False, f"{spread_fused}; {size}"),
-            _row(
-                f"cuda_naive_over_fused_memory_{tag}", peak["naive"] / peak["centered"], "ratio", None, False,
-                f"peak beyond the logits: naive {peak['naive']} bytes, fused {peak['centered']}; {size}",
-            ),
-            _row(
-                f"cuda_bandwidth_{tag}", floor / median / copy, "of a copy's bandwidth", None, False,
-                f"step {median * 1e3:.3f} ms ({fastest * 1e3:.3f} to {slowest * 1e3:.3f}) "
-                f"for {floor} bytes; a device copy moves {copy / 1e12:.2f} TB/s; {size}",
-            ),
-        ]  # fmt: skip
-        del problem
+def rows(repeats: int = REPEATS) -> list[dict[str, Any]]:
+    copy = copy_bandwidth()
+    found = [report("estimator/cuda_copy", copy / 1e12, "TB/s", "bytes read and written by a large device copy")]
+    for vocab, head in SHAPES:
+        found += judge(Problem(vocab, head), copy, f"v{vocab}_k{head}", repeats)
         torch.cuda.empty_cache()
-    return found
+    found += estimator_peers.rows(repeats)
+    return [row.as_json() for row in found]
 
 
-def _row(name: str, value: float, unit: str, gate: float | None, at_most: bool, detail: str) -> dict[str, Any]:
-    passed = gate is None or (value <= gate if at_most else value >= gate)
-    text = None if gate is None else f"{'<=' if at_most else '>='} {gate}"
-    return {"name": f"estimator/{name}", "value": value, "unit": unit, "gate": text, "pass": passed, "detail": detail}
+def judge(problem: Problem, copy: float, tag: str, repeats: int) -> list[Row]:
+    steps = problem.steps()
+    times = interleaved(steps, repeats)
+    peak = {name: peak_bytes(step) for name, step in steps.items()}
+    tokens, vocab = problem.logits.shape
+    size = f"{tokens} tokens, bfloat16, {torch.cuda.get_device_name()}"
+    floor = 6 * problem.logits.numel() / copy
+
+    def ratio(top: str, bottom: str) -> tuple[float, str]:
+        pairs = [a / b for a, b in zip(times[top], times[bottom], strict=True)]
+        middle = f"{statistics.median(times[top]) * 1e3:.3f} over {statistics.median(times[bottom]) * 1e3:.3f} ms"
+        return statistics.median(pairs), f"median of {len(pairs)}, range {spread(pairs)}; {middle}; {size}"
+
+    over_plain, overhead = ratio("centered", "plain")
+    speedup, faster = ratio("naive", "centered")
+    captured, host = graph_seconds(steps["centered"]), host_seconds(steps["centered"])
+    median = {name: statistics.median(found) for name, found in times.items()}
+    memory = "peak beyond the logits"
+    return [
+        at_most(f"estimator/cuda_centered_over_plain_{tag}", over_plain, 1.02, "ratio", overhead),
+        at_least(f"estimator/cuda_naive_over_fused_time_{tag}", speedup, 8, "ratio", faster),
+        at_least(
+            f"estimator/cuda_naive_over_fused_memory_{tag}", peak["naive"] / peak["consuming"], 10, "ratio",
+            f"{memory}, whose place the gradient takes: naive {peak['naive']:,} bytes, "
+            f"fused {peak['consuming']:,}; {size}",
+        ),
+        report(
+            f"estimator/cuda_naive_over_kept_memory_{tag}", peak["naive"] / peak["centered"], "ratio",
+            f"{memory}, which are kept beside their gradient: naive {peak['naive']:,} bytes, fused "
+            f"{peak['centered']:,}, of which the gradient is {problem.logits.nbytes:,}; {size}",
+        ),
+        *(
+            at_least(
+                f"estimator/cuda_floor_over_{name}_{tag}", floor / median[name], 0.8, "of the floor",
+                f"predicted {6 * problem.logits.numel():,} bytes, {floor * 1e3:.3f} ms at {copy / 1e12:.2f} TB/s; "
+                f"measured {median[name] * 1e3:.3f} ms, range {spread([t * 1e3 for t in times[name]])}; {size}",
+            )
+            for name in ("centered", "consuming")
+        ),
+        report(
+            f"estimator/cuda_floor_over_graph_{tag}", floor / captured, "of the floor",
+            f"the same step replayed from a CUDA graph: {captured * 1e3:.3f} ms; {size}",
+        ),
+        report(f"estimator/cuda_host_{tag}", host * 1e6, "us", "until the eager step's launches are all queued"),
+    ]  # fmt: skip
 
 
-def _seconds(step: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def host_seconds(step: Step) -> float:
+    found = []
+    for _ in range(11):
+        step.prepare()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step.run()
+        found.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(found)
 
 
-def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    for step in steps.values():
-        step()
-        step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(REPEATS):
-        for name, step in steps.items():
-            times[name].append(_seconds(step))
-    return times
+def graph_seconds(step: Step) -> float:
+    """Median over replays of the step captured as one CUDA graph: what is left without the launches."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step.prepare()
+        step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    step.prepare()
+    with torch.cuda.graph(graph):
+        step.run()
+    return statistics.median(seconds(Step(graph.replay)) for _ in range(11))
 
 
-def _copy_bandwidth() -> float:
+def copy_bandwidth() -> float:
     """Bytes read and written a second by a large device-to-device copy."""
     source: Tensor = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    seconds = _interleaved({"copy": copy})["copy"]
-    return 2 * source.numel() * source.element_size() / statistics.median(seconds)
+    times = interleaved({"copy": Step(lambda: target.copy_(source))}, 11)["copy"]
+    return 2 * source.nbytes / statistics.median(times)

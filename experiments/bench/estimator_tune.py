@@ -9,22 +9,27 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from experiments.bench import estimator_cuda
 from experiments.bench.estimator_cuda import CONFIG, Problem
 from experiments.evidence import Row, report
-from miles_ext import cuda_kernels
-from miles_ext.cuda_kernels import Launch
+
+if TYPE_CHECKING:
+    from miles_ext.cuda_kernels import Launch
 
 BLOCKS = ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (2048, 2))
-LAUNCHES = [
-    *(Launch(block, warps, programs) for (block, warps), programs in itertools.product(BLOCKS, (2048, 8192, 32768))),
-    *(Launch(block, warps, 2048, "") for block, warps in BLOCKS),
-    *(Launch(block, warps, 2048, stages=3) for block, warps in BLOCKS[:5]),
-]
+
+def launches() -> list[Launch]:
+    from miles_ext.cuda_kernels import Launch  # imports triton, which a machine without a GPU need not have
+
+    return [
+        *(Launch(block, warps, programs) for (block, warps), programs in itertools.product(BLOCKS, (2048, 8192, 32768))),
+        *(Launch(block, warps, 2048, "") for block, warps in BLOCKS),
+        *(Launch(block, warps, 2048, stages=3) for block, warps in BLOCKS[:5]),
+    ]
 
 
 def rows(quick: bool = False) -> list[dict[str, Any]]:
@@ -39,6 +44,8 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
 
 
 def scan(problem: Problem, launch: Launch) -> tuple[Callable[[], Any], int]:
+    from miles_ext import cuda_kernels
+
     support = problem.head
     return lambda: cuda_kernels.scan(
         problem.original, support.sampled, support.token_ids, support.rows.offsets, 1.0, problem.original.shape[1],
@@ -47,6 +54,8 @@ def scan(problem: Problem, launch: Launch) -> tuple[Callable[[], Any], int]:
 
 
 def gradient(problem: Problem, launch: Launch) -> tuple[Callable[[], Any], int]:
+    from miles_ext import cuda_kernels
+
     support, rows = problem.head, problem.head.rows
     stats, gathered = scan(problem, cuda_kernels.SCAN)[0]()
     _, _, factors, entries = cuda_kernels.estimate(
@@ -62,8 +71,10 @@ def gradient(problem: Problem, launch: Launch) -> tuple[Callable[[], Any], int]:
 
 
 def measure(kernel: Callable[[Problem, Launch], tuple[Callable[[], Any], int]], problem: Problem) -> list[Row]:
+    from miles_ext import cuda_kernels
+
     found, best = [], {}
-    for launch in LAUNCHES:
+    for launch in launches():
         call, moved = kernel(problem, launch)
         times = kernel_seconds(call)
         best[launch] = statistics.median(times)

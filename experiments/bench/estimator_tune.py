@@ -26,7 +26,7 @@ def launches() -> list[Launch]:
     from miles_ext.cuda_kernels import Launch  # imports triton, which a machine without a GPU need not have
 
     return [
-        *(Launch(block, warps, programs) for (block, warps), programs in itertools.product(BLOCKS, (2048, 8192, 32768))),
+        *(Launch(*shape, programs) for shape, programs in itertools.product(BLOCKS, (2048, 8192, 32768))),
         *(Launch(block, warps, 2048, "") for block, warps in BLOCKS),
         *(Launch(block, warps, 2048, stages=3) for block, warps in BLOCKS[:5]),
     ]

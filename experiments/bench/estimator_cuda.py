@@ -156,11 +156,9 @@ def graph_seconds(step: Step) -> float:
     """Median over replays of the step captured as one CUDA graph: what is left without the launches."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        step.prepare()
         step.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    step.prepare()
     with torch.cuda.graph(graph):
         step.run()
     return statistics.median(seconds(Step(graph.replay)) for _ in range(11))

@@ -46,11 +46,16 @@ def rows(repeats: int) -> list[Row]:
 
 def compare(work: str, steps: dict[str, Step], expected: Tensor, absent: list[str], repeats: int) -> list[Row]:
     """Median milliseconds of each step, in turn, with its peak memory and the error of its gradient."""
-    errors = {}
+    errors, failed = {}, {name: "not installed" for name in absent}
     for name, step in steps.items():
         step.prepare()
-        found = step.run()[0][:SAMPLE].double()
+        try:
+            found = step.run()[0][:SAMPLE].double()
+        except Exception as error:  # another project's code: what it raises here is its result
+            failed[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+            continue
         errors[name] = float((found - expected).norm() / expected.norm())
+    steps = {name: steps[name] for name in errors}
     peaks = {name: peak_bytes(step) for name, step in steps.items()}
     times = interleaved(steps, repeats)
     median = {name: statistics.median(found) for name, found in times.items()}
@@ -63,7 +68,7 @@ def compare(work: str, steps: dict[str, Step], expected: Tensor, absent: list[st
         )
         for name in steps
     ]  # fmt: skip
-    return present + [report(f"estimator/cuda_peer_{work}/{name}", math.nan, "ms", "not installed") for name in absent]
+    return present + [report(f"estimator/cuda_peer_{work}/{name}", math.nan, "ms", why) for name, why in failed.items()]
 
 
 def plain_support(sampled: Tensor) -> SupportTensors:

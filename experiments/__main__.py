@@ -93,8 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
     report = command("report", "compare the arms of a run again and write its report.html", report_command)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    models = command("models", "make the small target, or train a draft for a target", models_command)
-    models.add_argument("what", choices=("make", "train-draft"))
+    models = command("models", "make the small target, import a model, or train a draft", models_command)
+    models.add_argument("what", choices=("make", "import", "train-draft"))
     models.add_argument("arguments", nargs=argparse.REMAINDER, help="`models make --help` lists them")
     return parser
 
@@ -195,7 +195,8 @@ def report_command(args: argparse.Namespace) -> int:
 
 
 def models_command(args: argparse.Namespace) -> int:
-    import_module(f"experiments.models.{args.what.replace('-', '_')}").main(args.arguments)
+    module = {"make": "make", "import": "smollm2", "train-draft": "train_draft"}[args.what]
+    import_module(f"experiments.models.{module}").main(args.arguments)
     return 0
 
 

@@ -7,33 +7,43 @@ from rollout.embedded.draft import Draft
 
 @torch.no_grad()
 def accept_length(
-    draft: Draft, prompts: torch.Tensor, new_tokens: int, generator: torch.Generator, selector: bool
+    draft: Draft,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    generator: torch.Generator,
+    selector: bool,
+    lengths: torch.Tensor | None = None,
+    stop: int | None = None,
 ) -> float:
-    """Committed tokens a row and step, the bonus included, at temperature 1 over `new_tokens` that stop nowhere.
+    """Committed tokens a row and step, the bonus included, at temperature 1 over at most `new_tokens` a response.
 
-    prompts int64 [B, P], like the generator on the target's device. With `selector`, a sampled path under chain
-    rejection; without, greedy proposals accepted while the target draws the same token. Proposals past the end of a
-    response count as if they were not made.
+    prompts int64 [B, P] with `lengths` int64 [B] (default: P), like the generator on the target's device. `stop` ends a
+    response. With `selector`, a sampled path under chain rejection; without, greedy proposals accepted while the target
+    draws the same token. Proposals past the end of a response count as if they were not made.
     """
     target, size = draft.target, draft.config.block_size
-    rows, prompt = prompts.shape
-    end = prompt + new_tokens
-    cache, context = target.new_cache(rows, min(end + size, target.config.max_positions)), draft.new_cache(rows)
-    every = slice(0, rows)
-    device = target.device
+    rows, width = prompts.shape
+    device, limit = target.device, target.config.max_positions
+    lengths = torch.full((rows,), width, device=device) if lengths is None else lengths
+    ends = lengths + new_tokens
+    longest = min(width + new_tokens + size, limit)
+    cache, context = target.new_cache(rows, longest), draft.new_cache(rows, longest)
+    every, row = slice(0, rows), torch.arange(rows, device=device)
     offsets = torch.arange(size, device=device)
-    positions = torch.arange(prompt, device=device).expand(rows, -1)
-    hidden, taps = target.forward(prompts, positions, cache, every, prompt, draft.config.taps)
+    positions = torch.arange(width, device=device).expand(rows, -1)
+    positions = positions.where(positions < lengths[:, None], -1)
+    hidden, taps = target.forward(prompts, positions, cache, every, width, draft.config.taps)
     assert taps is not None
     draft.append(taps, positions, context, every)
 
     def draw(probs: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(probs.flatten(0, -2), 1, generator=generator).view(probs.shape[:-1])
 
-    anchors = draw(torch.softmax(target.logits(hidden[:, -1]).double(), -1))
-    starts = torch.full((rows,), prompt, device=device)
+    anchors = draw(torch.softmax(target.logits(hidden[row, lengths - 1]).double(), -1))
+    starts = lengths.clone()
+    live = (starts < ends - 1) if stop is None else (starts < ends - 1) & (anchors != stop)
     committed = steps = 0
-    while (live := starts < end - 1).any():
+    while live.any():
         length = int(starts.max()) + 1
         where = starts.where(live, -1)
         if selector:
@@ -55,18 +65,23 @@ def accept_length(
             drawn = draw(p)
             accepted = drawn[:, :-1] == proposed
         count = accepted.int().cumprod(1).sum(1)
-        at = count[:, None, None].expand(-1, 1, p.shape[-1])
         if selector:
-            residual = (p - dense).clamp_min(0).gather(1, at)[:, 0] + 1e-300
-            anchors = draw(residual)
+            anchors = draw((p[row, count] - dense[row, count]).clamp_min(0) + 1e-300)
         else:
-            anchors = drawn.gather(1, count[:, None])[:, 0]
-        keep = offsets <= count[:, None]
-        draft.append(taps, positions.where(keep & live[:, None], -1), context, every)
-        gained = (count + 1).minimum(end - 1 - starts).where(live, 0)
+            anchors = drawn[row, count]
+        tokens = torch.cat((proposed, anchors[:, None]), 1).scatter(1, count[:, None], anchors[:, None])
+        draft.append(taps, positions.where((offsets <= count[:, None]) & live[:, None], -1), context, every)
+        gained = (count + 1).minimum(ends - 1 - starts)
+        if stop is not None:
+            at = torch.where((tokens == stop) & (offsets < gained[:, None]), offsets, size).amin(1)
+            ended, gained = at < size, gained.minimum(at + 1)
+        else:
+            ended = torch.zeros_like(live)
+        gained = gained.where(live, 0)
         committed, steps = committed + int(gained.sum()), steps + int(live.sum())
         starts = starts + gained
-    return committed / steps
+        live = live & ~ended & (starts < ends - 1)
+    return committed / max(1, steps)
 
 
 def _pad(rows: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def initialise(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) 
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
-def cosine(step: int, steps: int, warmup: int) -> float:
+def cosine(step: float, steps: int, warmup: int) -> float:
     """Learning-rate factor: linear warm-up, then a cosine down to 5 %."""
     if step < warmup:
         return (step + 1) / warmup
@@ -116,8 +116,8 @@ def accuracy(decoder: Decoder, count: int, seed: int) -> float:
     """Mean reward of one response at temperature 1 to each of `count` held-out problems."""
     questions = [addition.problem(seed, 0, i, "held_out") for i in range(count)]
     prompts = torch.tensor([addition.encode(question.prompt) for question in questions])
-    texts, _, _ = sample(decoder, prompts, addition.RESPONSE_LENGTH, torch.Generator().manual_seed(seed))
-    responses = texts[:, prompts.shape[1] :].tolist()
+    texts = sample(decoder, prompts, addition.RESPONSE_LENGTH, torch.Generator().manual_seed(seed))
+    responses = texts.tokens[:, prompts.shape[1] :].tolist()
     rewards = [addition.reward(q.prompt, response) for q, response in zip(questions, responses, strict=True)]
     return sum(rewards) / count
 

@@ -11,6 +11,8 @@ score = unary logit + <predecessor row of the previous token * projected hidden 
 Architecture and checkpoint layout follow sglang 0.5.23 (models/dflash.py, speculative/dflash_worker_v2.py).
 """
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +94,14 @@ class Draft:
         if self.mask_embedding is not None:
             embedding = self.mask_embedding.detach().cpu().to(dtype).clone()
             torch.save({"embedding": embedding, "mask_token_id": self.config.mask_token_id}, Path(path) / MASK_FILE)
+
+    def resized(self, block_size: int) -> "Draft":
+        """The same memory with blocks of another size, at most this one's."""
+        if not 2 <= block_size <= self.config.block_size:
+            raise ValueError(f"block_size is {block_size}; accepted: 2 to the {self.config.block_size} of this draft")
+        other = copy(self)
+        other.config, other._offsets = replace(self.config, block_size=block_size), self._offsets[:block_size]
+        return other
 
     def named_hf_tensors(self) -> dict[str, torch.Tensor]:
         """Views of the weights of model.safetensors under their checkpoint names."""

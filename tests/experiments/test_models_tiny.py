@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.models import make, train_draft
 from experiments.models.accept import accept_length
+from experiments.models.prompts import addition_source
 from experiments.tasks import addition
 from rollout.embedded.decoder import Decoder
 from rollout.embedded.draft import Draft
@@ -48,6 +49,6 @@ def test_the_recipes_are_those_of_the_shipped_checkpoints(target: Decoder) -> No
 @pytest.mark.parametrize("tokens", [36, 256])
 def test_the_draft_is_accepted_on_held_out_problems(target: Decoder, tokens: int, selector: bool) -> None:
     draft = Draft.from_pretrained(TINY / "draft", target)
-    prompts = train_draft.addition_prompts(32, 9, "held_out")(0)
+    prompts = addition_source(1, 32, 9).held_out[0]
     generator = torch.Generator().manual_seed(5)
     assert accept_length(draft, prompts, tokens, generator, selector) > 4.3

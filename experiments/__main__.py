@@ -75,10 +75,15 @@ def make_parser() -> argparse.ArgumentParser:
 
     validate = command("validate", "check the claims of the proof table; exit code 1 where one fails", validate_command)
     validate.add_argument("rows", nargs="*", metavar="ROW", help="rows to check (default: all)")
-    validate.add_argument("--engine", choices=("embedded",), default="embedded")
+    validate.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     validate.add_argument("--quick", action="store_true", help="fewer samples of each claim")
     validate.add_argument("--mutate", action="store_true", help="break each guarded line first: its row must fail")
     validate.add_argument("--cases", type=Path, metavar="FILE", help="cases of the rows filters and estimator")
+    validate.add_argument(
+        "--config", type=Path, metavar="CONFIG.yaml",
+        help="whose section `rollout` says how sglang's servers are started (default: the CPU platform of the tests)",
+    )  # fmt: skip
+    validate.add_argument("--servers", type=Path, metavar="FOLDER", help="of running sglang servers, to be asked")
     validate.add_argument("--json", type=Path, metavar="FILE")
 
     bench = command("bench", "measure, as ratios within one run", bench_command)
@@ -157,8 +162,9 @@ def validate_command(args: argparse.Namespace) -> int:
     from experiments.validate import main as validate
 
     return validate(
-        args.rows, engine=args.engine, quick=args.quick, mutate=args.mutate, json=args.json, cases=args.cases
-    )
+        args.rows, engine=args.engine, quick=args.quick, mutate=args.mutate, json=args.json, cases=args.cases,
+        config=args.config, servers=args.servers,
+    )  # fmt: skip
 
 
 def bench_command(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.evidence import Row, document, print_rows, write_json, write_page
+from experiments.validate.engines import Engines
 from experiments.validate.settings import Context
 
 # In the order of the table; each is a module here with `rows(context) -> list[Row]`, and `start(context)` perhaps.
@@ -20,18 +21,20 @@ ROWS = (
     "filters", "alignment", "verifier", "reference", "law", "estimator", "centering", "control", "forwards",
     "collection", "refusals", "handoff", "integration", "throughput",
 )  # fmt: skip
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "sglang")
 PAGE = Path("docs/results/validation.md")
+SGLANG_CONFIG = Path("experiments/configs/sglang_cpu.yaml")
 
 
 def main(
     rows: list[str], engine: str = "embedded", quick: bool = False, mutate: bool = False,
-    json: Path | None = None, cases: Path | None = None,
+    json: Path | None = None, cases: Path | None = None, config: Path | None = None, servers: Path | None = None,
 ) -> int:  # fmt: skip
     """Run the named rows (all without a name), print them; 1 where a gate failed.
 
-    json: where to write the machine form. cases: file for `filters` or `estimator`. The full table of all rows also
-    writes docs/results/validation.md; `mutate` breaks guarded lines instead and writes docs/results/mutations.md.
+    json: where to write the machine form. cases: file for `filters` or `estimator`. config, servers: see
+    `on_sglang.servers`, for the engine sglang. The full table of all rows of the embedded engine also writes
+    docs/results/validation.md; `mutate` breaks guarded lines instead and writes docs/results/mutations.md.
     ValueError for a row or an engine that does not exist.
     """
     unknown = sorted(set(rows) - set(ROWS))
@@ -43,16 +46,22 @@ def main(
         raise ValueError(f"--cases {cases} needs one row, filters or estimator, and a file that exists")
     if cases is not None:
         _require_cases(cases)
+    if engine == "embedded" and (config is not None or servers is not None):
+        raise ValueError("--config and --servers are of --engine sglang; leave them out")
     if mutate:
         return _mutate(engine, json)
     chosen = [name for name in ROWS if name in rows or not rows]
-    command = _command(rows, engine, quick, json, cases)
+    command = _command(rows, engine, quick, json, cases, config, servers)
     with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
-        found = run(chosen, Context(_engines(engine, Path(scratch)), quick, cases, Path(scratch)))
+        engines = _engines(engine, Path(scratch), config, servers)
+        try:
+            found = run(chosen, Context(engines, quick, cases, Path(scratch)))
+        finally:
+            engines.close()
     print_rows(found, command)
     if json is not None:
         write_json(json, command, found)
-    if not rows and not quick:
+    if not rows and not quick and engine == "embedded":
         write_page(PAGE, "Validation", __doc__ or "", document(command, found))
     return int(not all(row.passed for row in found))
 
@@ -99,15 +108,23 @@ def run(names: list[str], context: Context) -> list[Row]:
     return found
 
 
-def _engines(name: str, scratch: Path):
-    from experiments.validate.embedded import EmbeddedEngines
+def _engines(name: str, scratch: Path, config: Path | None, servers: Path | None) -> Engines:
+    if name == "embedded":
+        from experiments.validate.embedded import EmbeddedEngines
 
-    return EmbeddedEngines(scratch)
+        return EmbeddedEngines(scratch)
+    from experiments.validate.on_sglang.engines import SglangEngines
+    from experiments.validate.on_sglang.servers import read_config
+
+    return SglangEngines(scratch, read_config(config or SGLANG_CONFIG), servers)
 
 
-def _command(rows: list[str], engine: str, quick: bool, json: Path | None, cases: Path | None) -> str:
+def _command(
+    rows: list[str], engine: str, quick: bool, json: Path | None, cases: Path | None, config: Path | None,
+    servers: Path | None,
+) -> str:  # fmt: skip
     parts = ["python", "-m", "experiments", "validate", *rows, "--engine", engine]
     parts += ["--quick"] if quick else []
-    parts += ["--cases", str(cases)] if cases else []
-    parts += ["--json", str(json)] if json else []
+    for name, file in {"cases": cases, "config": config, "servers": servers, "json": json}.items():
+        parts += [f"--{name}", str(file)] if file else []
     return shlex.join(parts)

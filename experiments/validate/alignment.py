@@ -19,17 +19,16 @@ from rollout.engine import Request
 from trainer.batch import make_batch
 
 TOLERANCE = 1e-6  # a row is the float32 law it was drawn from, up to one logarithm
-# Two float32 forwards of the same weights differ by about 1e-5, the law of another row by whole nats.
-TRAINER_GAP = 1e-3
 UNFILTERED = SETTINGS[4]  # whole laws at temperature 1
-QUICK_ROWS, FULL_ROWS = 3_000, 100_000
+QUICK_ROWS, FULL_ROWS = {"embedded": 3_000, "sglang": 5_000}, 100_000
 SLOTS, CONTEXT = 12, 40
 
 
 def rows(context: Context) -> list[Row]:
     found, everything = [], 0
+    wanted = context.pick(QUICK_ROWS[context.engines.name], FULL_ROWS)
     for arm in context.engines.arms:
-        tally = watch_batches(context, arm, context.pick(QUICK_ROWS, FULL_ROWS) // len(context.engines.arms) + 1)
+        tally = watch_batches(context, arm, wanted // len(context.engines.arms) + 1)
         everything += tally.rows
         missing = [name for name in expected(arm) if not tally.kinds[name]]
         counted = ", ".join(f"{count:,} {name}" for name, count in sorted(tally.kinds.items()))
@@ -40,7 +39,7 @@ def rows(context: Context) -> list[Row]:
             must_fail(late, "rows compared one token late"),
             *trainer_rows(context, arm),
         ]
-    found.append(at_least("alignment/rows", everything, context.pick(QUICK_ROWS, FULL_ROWS), "rows"))
+    found.append(at_least("alignment/rows", everything, wanted, "rows"))
     return found
 
 
@@ -102,9 +101,12 @@ def trainer_rows(context: Context, arm: ArmKind) -> list[Row]:
         logits = model(torch.from_numpy(batch.input_ids)).logits.flatten(0, 1)
     laws = torch.log_softmax(logits, -1).numpy()
 
+    kind, limit = context.engines.trainer_gap
+
     def gap(name: str, rows: NDArray[np.int64]) -> Row:
         apart = np.abs(laws[rows, batch.sampled_ids] - batch.support.sampled_logprobs)
-        return at_most(name, float(apart.max()), TRAINER_GAP, "nats", f"{len(rows):,} tokens in one padded batch")
+        detail = f"{len(rows):,} tokens in one padded batch; mean {apart.mean():.2g}, max {apart.max():.2g}"
+        return at_most(name, float(apart.max() if kind == "max" else apart.mean()), limit, f"nats, {kind}", detail)
 
     return [
         gap(f"alignment/trainer_{arm}", batch.rows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -18,14 +18,34 @@ from experiments.validate.engines import Model, Sample, Watched
 from experiments.validate.models import TRAINED, make_spread
 from experiments.validate.settings import Setting
 from miles_ext.capability import ArmKind
-from miles_ext.records import Commit, SupportRows
-from miles_ext.sampling import SamplingSpec
+from miles_ext.records import Commit, Completion, SupportRows
+from miles_ext.sampling import FilterOrder, SamplingSpec
 from rollout.embedded import arms, verify
 from rollout.embedded.engine import EmbeddedEngine
 from rollout.engine import Engine, Request
+from rollout.server.app import make_app
+from rollout.server.model import Model as ServedModel
+from rollout.server.running import running
 
 Logits = NDArray[np.float32]
 PROMPTS = 1009  # apart from the seeds
+
+
+def prompts_for(setting: Setting, count: int, model: Model, vocab: int, seed: int, tokens: int) -> list[Request]:
+    """See `engines.Engines.requests`: addition problems for the trained model, random tokens for the spread one."""
+    rng = np.random.default_rng(PROMPTS + seed)
+    prompts: dict[bytes, NDArray[np.int32]] = {}
+    while len(prompts) < count:
+        if model == "trained":
+            text = addition.problem(seed, 0, int(rng.integers(1 << 30))).prompt
+            prompt = np.array(addition.encode(text), np.int32)
+        else:
+            prompt = rng.integers(0, vocab - 1, rng.integers(4, 9)).astype(np.int32)
+        prompts[prompt.tobytes()] = prompt
+    return [
+        Request(request_id=str(i), prompt_ids=prompt, spec=setting.spec(1000 * seed + i), max_new_tokens=tokens)
+        for i, prompt in enumerate(prompts.values())
+    ]
 
 
 class EmbeddedEngines:
@@ -34,6 +54,11 @@ class EmbeddedEngines:
     name = "embedded"
     arms: tuple[ArmKind, ...] = ("regular", "dflash", "dflash2")
     vocab_size = 512
+    dtype = "float32"
+    allow_test_verifier = False
+    # Two float32 forwards of the same weights differ by about 1e-5, the law of another row by whole nats.
+    trainer_gap: tuple[Literal["max", "mean"], float] = ("max", 1e-3)
+    order: FilterOrder | None = None
 
     def __init__(self, scratch: Path) -> None:
         self.folders = {"trained": TRAINED, "spread": make_spread(scratch / "spread", self.vocab_size)}
@@ -60,23 +85,28 @@ class EmbeddedEngines:
         return Sample(setting, requests, completions, [watch.of(request) for request in requests])
 
     def requests(self, setting: Setting, count: int, model: Model, seed: int = 0, tokens: int = 24) -> list[Request]:
-        """See `engines.Engines`: addition problems for the trained model, random tokens for the spread one."""
-        rng = np.random.default_rng(PROMPTS + seed)
-        prompts: dict[bytes, NDArray[np.int32]] = {}
-        while len(prompts) < count:
-            if model == "trained":
-                text = addition.problem(seed, 0, int(rng.integers(1 << 30))).prompt
-                prompt = np.array(addition.encode(text), np.int32)
-            else:
-                prompt = rng.integers(0, self.vocab_size - 1, rng.integers(4, 9)).astype(np.int32)
-            prompts[prompt.tobytes()] = prompt
-        return [
-            Request(request_id=str(i), prompt_ids=prompt, spec=setting.spec(1000 * seed + i), max_new_tokens=tokens)
-            for i, prompt in enumerate(prompts.values())
-        ]
+        return prompts_for(setting, count, model, self.vocab_size, seed, tokens)
+
+    def replay(self, engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+        """Draws are keyed by the requests' seeds."""
+        return engine.generate(requests)
+
+    def reset(self, engine: Engine, seed: int) -> None:
+        """Draws are keyed by the request's own seed."""
 
     @contextmanager
-    def broken_bonus(self, engine: Engine) -> Iterator[None]:
+    def serve(self, engine: Engine, model: Model) -> Iterator[str]:
+        served = cast(EmbeddedEngine, engine)
+        limits = {"vocab_size": served.vocab_size, "context_length": served.context_length}
+        with running(make_app(served, ServedModel(self.target(model), name="tiny", **limits))) as address:
+            yield address
+
+    def close(self) -> None:
+        """Engines belong to the rows that open them."""
+
+    @contextmanager
+    def broken(self, arm: ArmKind, **changes: Any) -> Iterator[Engine]:
+        engine = self.open(arm, **changes)
         kernel = arms.verify_target_only
 
         def redrawn(probs: Tensor, drafted: Tensor, uniforms: Tensor) -> verify.Verdict:
@@ -86,7 +116,8 @@ class EmbeddedEngines:
             return verify.Verdict(verdict.tokens.scatter(1, last, again), verdict.counts)
 
         with patch.object(verify, "residual", lambda p, q: p), patch.object(arms, "verify_target_only", redrawn):
-            yield
+            yield engine
+        engine.close()
 
     def corrupt_draft(self, engine: Engine) -> None:
         draft = cast(EmbeddedEngine, engine).draft

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from experiments.validate.settings import Setting
 from miles_ext.capability import ArmKind
 from miles_ext.records import Completion, SupportRows
-from miles_ext.sampling import SamplingSpec
+from miles_ext.sampling import FilterOrder, SamplingSpec
 from rollout.engine import Engine, Request
 
 Logits = NDArray[np.float32]
@@ -61,6 +61,13 @@ class Engines(Protocol):
     name: str
     arms: tuple[ArmKind, ...]
     vocab_size: int
+    dtype: str
+    """Of its weights, and of what a trainer hands over to it."""
+    allow_test_verifier: bool
+    trainer_gap: tuple[Literal["max", "mean"], float]
+    """How far the trainer's logprobs of committed tokens may lie from the recorded ones, in nats."""
+    order: FilterOrder | None
+    """The only filter order that its loaded engines sample in; None where they take any."""
 
     def target(self, model: Model) -> Path:
         """Hugging Face folder of the target's weights."""
@@ -82,13 +89,29 @@ class Engines(Protocol):
         """`count` requests with prompts that differ; the seed settles prompts and draws."""
         ...
 
-    def broken_bonus(self, engine: Engine) -> AbstractContextManager[None]:
-        """Sabotage for controls: the bonus after a rejection is drawn anew from the target's law, as if nothing had
-        been rejected."""
+    def replay(self, engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+        """Responses that are the same again while weights and settings are."""
+        ...
+
+    def reset(self, engine: Engine, seed: int) -> None:
+        """The next request to the engine, with this seed and whoever sends it, is answered as `replay` would."""
+        ...
+
+    def serve(self, engine: Engine, model: Model) -> AbstractContextManager[str]:
+        """Address at which the engine answers HTTP."""
+        ...
+
+    def broken(self, arm: ArmKind, **changes: Any) -> AbstractContextManager[Engine]:
+        """Sabotage for controls, on the spread model: the bonus after a rejection is drawn anew from the target's law,
+        as if nothing had been rejected."""
         ...
 
     def corrupt_draft(self, engine: Engine) -> None:
-        """Sabotage for controls: flip one bit of the loaded draft's private bytes."""
+        """Sabotage for controls: flip one bit of the private bytes of a broken engine's draft; twice is as before."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for the table."""
         ...
 
     def laws(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec]) -> dict[str, list[SupportRows]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -97,7 +96,6 @@ def generate(
     context: Context, arm: ArmKind, spec: SamplingSpec, count: int, stream: int, broken: bool = False
 ) -> list[Completion]:
     """`count` responses to one prompt; each stream has seeds of its own."""
-    engine = context.engines.open(arm, "spread", max_concurrency=512, context_length=16)
     prompt = np.array([3, 141, 59, 26], np.int32)
     requests = [
         Request(
@@ -106,8 +104,12 @@ def generate(
         )
         for i in range(count)
     ]  # fmt: skip
-    with context.engines.broken_bonus(engine) if broken else nullcontext():
-        completions = engine.generate(requests)
+    settings = {"max_concurrency": 512, "context_length": 16}
+    if broken:
+        with context.engines.broken(arm, **settings) as engine:
+            return engine.generate(requests)
+    engine = context.engines.open(arm, "spread", **settings)
+    completions = engine.generate(requests)
     engine.close()
     return completions
 

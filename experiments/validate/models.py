@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -13,11 +14,13 @@ from rollout.embedded.draft_config import DraftConfig
 from rollout.embedded.transformer import BlockConfig
 
 TRAINED = Path(__file__).parents[1] / "models" / "tiny"
+DRAFT_SEED = 6
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 LAYERS, HIDDEN, BLOCK, MASK = 2, 32, 4, 501
 
 
-def make_spread(folder: Path, vocab: int) -> Path:
-    """Write folder/target and folder/draft from fixed seeds.
+def make_spread(folder: Path, vocab: int, tokenizer_of: Path | None = None) -> Path:
+    """Write folder/target and folder/draft from fixed seeds; tokenizer_of: a folder whose tokenizer is copied.
 
     All embeddings of the target share one direction, and the draft knows nothing but that direction: it proposes
     tokens that are likely everywhere, with probabilities that are wrong everywhere. A draft that proposed at random
@@ -42,11 +45,15 @@ def make_spread(folder: Path, vocab: int) -> Path:
         tensors[name] = torch.ones(weight.shape) if "norm" in name else noise(weight.shape, scale)
     tensors["model.embed_tokens.weight"] += shared
     write_model(folder / "target", config, tensors)
+    if tokenizer_of is not None:
+        for name in TOKENIZER:
+            shutil.copy(tokenizer_of / name, folder / "target")
 
     draft_config = DraftConfig(
-        block=BlockConfig(**{**vars(block), "layers": 1}), block_size=BLOCK, taps=(0, LAYERS - 1),
+        block=BlockConfig(**{**vars(block), "layers": 1}), block_size=BLOCK, taps=(0,),
         num_target_layers=LAYERS, mask_token_id=MASK, mask_token="<|MASK|>", selector_rank=8, selector_top_k=6,
     )  # fmt: skip
+    generator.manual_seed(DRAFT_SEED)
     draft = Draft(draft_config, Decoder.from_hf(folder / "target"))
     with torch.no_grad():
         for name, weight in draft.named_hf_tensors().items():

@@ -42,9 +42,9 @@ class Comparison:
         l1 = np.bincount(row, weights=error, minlength=len(recorded)) + beyond
         if recorded.kind == "complete":
             other = ((laws > 0).sum(1) != recorded.lengths) | (np.bincount(row, exact <= 0, len(recorded)) > 0)
-        else:
+        else:  # a recorded entry and one tied with it may differ in the last bit of a logarithm of about -10
             last = recorded.logprobs[recorded.offsets[1:] - 1].astype(np.float64)
-            other = (laws > np.exp(last)[:, None] * (1 + 1e-6)).sum(1) > recorded.lengths
+            other = (laws > np.exp(last)[:, None] * (1 + 1e-5)).sum(1) > recorded.lengths
         self.rows += len(recorded)
         self.probability = max(self.probability, float(error.max()))
         self.logprob = max(self.logprob, float(logs.max()))

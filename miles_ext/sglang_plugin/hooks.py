@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from miles_ext.sglang_plugin import (
     admission,
+    carrier,
     guard,
     mask_embedding,
     plan,
@@ -44,6 +45,8 @@ UPDATE = f"{PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 RESULTS = f"{PARTS}.batch_result_processor.SchedulerBatchResultProcessor"
 SAMPLER = "sglang.srt.layers.sampler.Sampler"
 MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
+GENERATE = "sglang.srt.managers.io_struct.GenerateReqInput"
 
 # fmt: off
 HOOKS: dict[str, tuple[Hook, ...]] = {
@@ -73,6 +76,11 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "flat_capture": (
         Hook(f"{SCHEDULER}.get_output_streamer_class", "AROUND", stream.around_streamer_class, "ec7f2f93f3a97f1c"),
         Hook(f"{MANAGER}.update_request_meta_info", "AROUND", stream.around_update_meta_info, "acccc58e0ca8eb2f"),
+    ),
+    # Requests survive a gateway that knows no sampling rows
+    "carried_fields": (
+        Hook(f"{GENERATE}.normalize_batch_and_arguments", "AROUND", carrier.around_normalize, "bc4f3dad4d13fed7"),
+        Hook(f"{SERVING}.handle_request", "AROUND", carrier.around_handle_request, "f47d3e8fad409f77"),
     ),
     # Weight updates reach the target only
     "target_only_weights": (

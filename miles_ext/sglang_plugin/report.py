@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -10,6 +11,7 @@ from typing import Any, cast
 from miles_ext.capability import EngineCapability
 from miles_ext.sampling import FilterOrder
 from miles_ext.sglang_plugin import PLUGIN_VERSION, guard
+from miles_ext.sglang_plugin.sabotage import SABOTAGE_VARIABLE
 from miles_ext.sglang_plugin.settings import read_settings
 from miles_ext.sglang_plugin.weights import refreshed
 from miles_ext.sglang_plugin.worker import inspect_worker
@@ -28,6 +30,7 @@ def capability_of(scheduler: Any) -> EngineCapability:
 
     facts, proof = inspect_worker(scheduler), refreshed(scheduler)
     version = str(get_serving().weight_version)
+    sabotage = (SABOTAGE_VARIABLE,) if os.environ.get(SABOTAGE_VARIABLE) else ()
     return EngineCapability(
         engine="sglang",
         engine_version=metadata.version("sglang"),
@@ -41,7 +44,7 @@ def capability_of(scheduler: Any) -> EngineCapability:
         max_support=facts.max_support,
         plugin_version=PLUGIN_VERSION,
         patches=guard.in_force(),
-        environment=facts.blockers,
+        environment=facts.blockers + sabotage,
         vocab_size=facts.vocab_size,
         weight_version=int(version) if version.isdecimal() else -1,
         resident_digest=proof.resident,

@@ -54,8 +54,11 @@ def misfits(draft: dict[str, Any], inner: dict[str, Any], target: dict[str, Any]
     if trained not in (None, layers):
         wrong.append(f"num_target_layers {trained} differs from the target's {layers}")
     taps = inner.get("target_layer_ids") or []
-    if not all(0 <= tap < layers for tap in taps):
-        wrong.append(f"target_layer_ids {taps} are not all below the target's {layers} layers")
+    if not all(0 <= tap < layers - 1 for tap in taps):
+        wrong.append(
+            f"target_layer_ids {taps} are not all below {layers - 1}: sglang shows what goes into a layer of the "
+            f"target's {layers}, and nothing follows the last"
+        )
     if not 0 <= inner.get("mask_token_id", 0) < vocabulary:
         wrong.append(f"mask_token_id {inner['mask_token_id']} is outside the target's vocabulary of {vocabulary}")
     return wrong

@@ -61,6 +61,11 @@ class SglangEngine:
             self.close()
             raise
 
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._client.url
+
     def _start(self, arm: ArmKind, draft: Path | None) -> None:
         variables = environment(self._config, self.engine_id)
         require_interpreter(self._config.sglang.python, variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 from miles_ext.capability import ArmKind
@@ -47,8 +48,10 @@ def command(config: RolloutConfig, arm: ArmKind, target: Path, draft: Path | Non
 
 
 def environment(config: RolloutConfig, engine_id: str) -> dict[str, str]:
-    """This process's environment without what belongs to its own interpreter, and the plugin's settings."""
-    own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    """This process's environment, without what belongs to its interpreter where the server has another, and the
+    plugin's settings."""
+    same = config.sglang.python.absolute() == Path(sys.executable).absolute()
+    own = () if same else ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     inherited = {name: value for name, value in os.environ.items() if name not in own}
     plugin = {ORDER_VARIABLE: config.sglang.filter_order, STRICT_VARIABLE: "1", ENGINE_ID_VARIABLE: engine_id}
     return {**inherited, **config.sglang.environment, **plugin}

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from miles_ext.sampling import SamplingSpec
-from miles_ext.sglang_plugin.probe import PROBE_VARIABLE
+from miles_ext.sglang_plugin.probe import PROBE_VARIABLE, WATCH
 from tests.sglang_cpu.answers import PROMPTS, VOCABULARY, Answer, ask, check
 from tests.sglang_cpu.server import Server, start
 
@@ -28,6 +28,7 @@ def witnessed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server
     folder = tmp_path_factory.mktemp("probe")
     steps = folder / "steps"
     started = start("dflash2", folder, SGLANG_TEST_RETRACT="0", **{PROBE_VARIABLE: str(steps)})
+    (steps / WATCH).touch()
     try:
         yield started, steps
     finally:
@@ -52,14 +53,13 @@ def test_rows_equal_the_kernels_input_and_the_law_of_its_logits(
             recorded = got > 0 if spec.capture == "head" else np.ones(VOCABULARY, bool)
             assert ((got > 0) == (law > 0))[recorded].all()
             assert np.abs(got - law)[recorded].sum() < 2e-5
-            if probs is not None:
-                assert np.abs(got - probs)[recorded].max() < 1e-6
-                compared += 1
+            assert np.abs(got - probs)[recorded].max() < 1e-6
+            compared += 1
     assert compared > 20
 
 
-def seen(steps: Path, answer: Answer) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Logits and, for a verified token, the kernel's law of each committed token of an answer, in order."""
+def seen(steps: Path, answer: Answer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Logits and the law drawn from, of each committed token of an answer, in order."""
     t = 0
     for path in sorted(steps.glob("*.safetensors")):
         with safe_open(path, "np") as file:
@@ -68,9 +68,9 @@ def seen(steps: Path, answer: Answer) -> Iterator[tuple[np.ndarray, np.ndarray |
         if answer.meta["id"] not in rids:
             continue
         index, found = rids.index(answer.meta["id"]), load_file(path)
-        if metadata["kind"] == "sample":
-            assert found["tokens"][index] == answer.ids[t]
-            yield found["logits"][index], None
+        if metadata["kind"] != "verify":
+            assert metadata["kind"] == "prefill" and found["tokens"][index] == answer.ids[t]
+            yield found["logits"][index], found["probs"][index]
             t += 1
             continue
         block = found["candidates"].shape[1]

@@ -11,8 +11,10 @@ printf 'Metadata-Version: 2.1\nName: show\nVersion: 0\n' >"$site/show-0.dist-inf
 cat >"$site/show-0.dist-info/entry_points.txt" <<'ENTRY'
 [sglang.srt.plugins]
 miles_sc = miles_ext.sglang_plugin.register:register
+miles_sc_probe = miles_ext.sglang_plugin.probe:register
+miles_sc_sabotage = miles_ext.sglang_plugin.sabotage:register
 no_verifier = tests.sglang_cuda.no_verifier:register
 ENTRY
-export SGLANG_PLUGINS=${SHOW_PLUGINS:+$SHOW_PLUGINS,}miles_sc
+export SGLANG_PLUGINS=${SHOW_PLUGINS:+$SHOW_PLUGINS,}miles_sc,miles_sc_probe,miles_sc_sabotage
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 exec "$@"

@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def batch_law(logits: Float[Tensor, "n v"], plan: BatchPlan) -> Float[Tensor, "n v"]:
-    """The law of every row, n = len(plan) * positions."""
-    return filtered_law(logits, _filters(logits, plan))
+def batch_law(logits: Float[Tensor, "n v"], plan: BatchPlan, *, keep: bool = True) -> Float[Tensor, "n v"]:
+    """The law of every row, n = len(plan) * positions. keep: whether device copies made here may outlive the call."""
+    return filtered_law(logits, _filters(logits, plan, keep))
 
 
 def prepare(logits: Float[Tensor, "n v"], plan: BatchPlan) -> None:
     """Copy the plan's filters to the device now: in an accept step memory is borrowed and does not outlive it."""
-    _filters(logits, plan).on(logits.device)
+    _filters(logits, plan, keep=True).on(logits.device)
 
 
-def _filters(logits: Tensor, plan: BatchPlan) -> Filters:
+def _filters(logits: Tensor, plan: BatchPlan, keep: bool) -> Filters:
     """Checked once a composition of the batch."""
     n, v = logits.shape
     order = read_settings().filter_order
     key = ("filters", n, v, order)
-    if key not in plan.device_cache:
-        plan.device_cache[key] = Filters.of(logits, *plan.repeat(n // len(plan)), order)
-    return plan.device_cache[key]
+    filters = plan.device_cache.get(key) or Filters.of(logits, *plan.repeat(n // len(plan)), order)
+    if keep:
+        plan.device_cache[key] = filters
+    return filters

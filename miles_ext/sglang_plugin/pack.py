@@ -9,6 +9,7 @@ longest support, so that the host knows what travels; entries behind it (rare: t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +62,7 @@ def pack(
     h, c, k = len(heads.host), len(supports.host), heads.width
     width = min(supports.width, vocabulary, STEP_ENTRIES // max(c, 1))
     stride = min(supports.guess, width)
-    edges = np.cumsum([3 * h, 3 * c, 2 * h * k, 2 * c * stride, 2 * c * (width - stride)]).tolist()
+    edges = list(accumulate([3 * h, 3 * c, 2 * h * k, 2 * c * stride, 2 * c * (width - stride)]))
     buffer = torch.empty(edges[4], dtype=torch.int32, device=probs.device)
     beyond = buffer[edges[3] :].view(c, width - stride, 2)
     if h:

@@ -39,7 +39,7 @@ def target_probs(
     use_sparse_topk: bool = True,
 ) -> Tensor:
     """The law of every verified position, float32 [bs, draft_token_num, v]. Stands in for sglang's own filters."""
-    probs = batch_law(next_token_logits, plan_for(sampling_info))
+    probs = batch_law(next_token_logits, plan_for(sampling_info), keep=False)
     if _step is not None:
         _step.probs = probs
     return probs.view(bs, draft_token_num, -1)

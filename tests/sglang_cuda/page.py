@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import all_of, report, write_page
+from experiments.evidence import all_of, write_page
 
 ABOUT = """The sglang 0.5.23 plugin on one H200.
 
@@ -42,22 +42,8 @@ def join(parts: list[Path]) -> dict[str, Any]:
         "command": "; ".join(document["command"] for document in documents),
         "versions": first["versions"],
         "hardware": first["hardware"],
-        "rows": [row for document in documents for row in document["rows"] + overhead(document["rows"])],
+        "rows": [row for document in documents for row in document["rows"]],
     }
-
-
-def overhead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the plugin costs, capture off and on, against the stock server of the same model and filters."""
-    rates = {row["name"].removeprefix("cost/"): row["value"] for row in rows if row["name"].startswith("cost/")}
-    found = []
-    for name, rate in rates.items():
-        server, _, case = name.partition(" ")
-        filters = re.sub(" (K[0-9]+|captured)$", "", case)
-        stock = rates.get(f"{server.replace('regular', 'stock')} {filters}")
-        if stock and server.startswith("regular"):
-            detail = f"{rate:.0f} tok/s, stock {stock:.0f} without capture"
-            found.append(report(f"overhead/{name}", 100 * (1 - rate / stock), "% below stock", detail).as_json())
-    return found
 
 
 def tests(log: Path) -> dict[str, Any]:

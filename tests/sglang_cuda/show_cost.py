@@ -21,7 +21,7 @@ from miles_ext.sampling import SamplingSpec
 from tests.sglang_cpu.answers import params
 from tests.sglang_cpu.server import Server
 
-CONCURRENT, WARM, LEAST_ROUNDS = 8, 2, 3
+CONCURRENT, WARM, LEAST_ROUNDS = 8, 1, 3
 HEAD_32, HEAD_128 = {"capture": "head", "head_size": 32}, {"capture": "head", "head_size": 128}
 NUCLEUS, LARGE = {"top_k": 50, "top_p": 0.95}, {"top_k": 1024}
 # name: sampled as, captured as, the most that capture may cost

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -102,7 +102,8 @@ class Weights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        torch._foreach_copy_(self.live, self.masters)
+        for weight, master in zip(self.live, self.masters, strict=True):
+            weight.copy_(master)
 
     @torch.no_grad()
     def freeze(self, draft: Draft, scale: torch.Tensor) -> None:
@@ -224,7 +225,7 @@ def _line(figures: dict[str, float]) -> str:
 class Log:
     """Figures of each round to the terminal, `training.jsonl` and Weights & Biases."""
 
-    def __init__(self, folder: Path, mode: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, mode: Literal["disabled", "offline", "online"], config: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "training.jsonl").open("a")
         self._run = None

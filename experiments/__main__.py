@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 terminations: list[int] = []  # signals received
 BENCHES = ("rollout", "estimator", "estimator_tune", "handoff")
+RESUME = "go on with the last run of this name, with none (default: a new run beside it), or with the run in a folder"
 OVERRIDES = """settings:
   --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';
                      docs/configuration.md lists them all"""
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _terminate)
         return args.act(args)
     except KeyboardInterrupt:
-        print("interrupted; finished work is on disk", file=sys.stderr)
+        print("interrupted; finished work is on disk, and run --resume auto goes on with it", file=sys.stderr)
         return 128 + (terminations or [signal.SIGINT])[0]
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
@@ -63,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = command("run", "run every arm of an experiment, then compare, audit and report", run_command, OVERRIDES)
     run.add_argument("config", type=Path, metavar="CONFIG.yaml")
     run.add_argument("--dry-run", action="store_true", help="print the resolved settings and the plan and end")
+    run.add_argument("--resume", default="never", metavar="auto|never|PATH", help=RESUME)
 
     submit = command("submit", "run an experiment as a Ray job and follow it to its end", submit_command, OVERRIDES)
     submit.add_argument("config", type=Path, metavar="CONFIG.yaml")
@@ -72,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     submit.add_argument("--port", type=int, help="dashboard port of this machine's Ray (default: 8265 where free)")
     submit.add_argument("--dry-run", action="store_true", help="print the resolved settings and the plan and end")
+    submit.add_argument("--resume", default="never", metavar="auto|never|PATH", help=RESUME)
 
     validate = command("validate", "check the claims of the proof table; exit code 1 where one fails", validate_command)
     validate.add_argument("rows", nargs="*", metavar="ROW", help="rows to check (default: all)")
@@ -137,7 +140,7 @@ def run_command(args: argparse.Namespace) -> int:
     cluster.stay_on_loopback()
     from experiments.arms import run
 
-    return run(config, _console(), debug=args.debug)
+    return run(config, _console(), resume=args.resume, debug=args.debug)
 
 
 def submit_command(args: argparse.Namespace) -> int:
@@ -146,7 +149,9 @@ def submit_command(args: argparse.Namespace) -> int:
 
     if args.dry_run:
         return dry_run(load(args.config, args.overrides))
-    return submit(args.config, args.overrides, address=args.address, port=args.port, console=_console())
+    return submit(
+        args.config, args.overrides, address=args.address, port=args.port, resume=args.resume, console=_console()
+    )
 
 
 def dry_run(config: ExperimentConfig) -> int:

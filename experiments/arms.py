@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ray.exceptions import RayTaskError
 from rich.console import Console
 
-from experiments import cluster
+from experiments import checkpoints, cluster
 from experiments.artifacts import write_manifest
 from experiments.audit import audit
 from experiments.comparison import compare, print_comparison
-from experiments.config import ArmConfig, ExperimentConfig, save
+from experiments.config import ArmConfig, ExperimentConfig
 from experiments.loop import train_arm
 from experiments.progress import Follower
 from experiments.report import write_report
+from experiments.resume import opened
 from experiments.tracking import Tracker
 
 
-def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> int:
+def run(config: ExperimentConfig, console: Console, *, resume: str = "never", debug: bool = False) -> int:
     """Run the experiment; 0 where every arm finished and the audit holds.
 
     Prompts, seeds and initial weights are the same in all arms. An arm that fails is named and the others go on.
+    resume: see `experiments.resume.opened`; arms that finished are not run again.
     """
-    with cluster.session(config.cpus), Follower(console) as follower:
+    with cluster.session(config.cpus):
         cluster.require_room(config)
-        config = save(config)
-        for seed in config.seeds:
-            for arm in config.arms:
-                run_arm(config, arm, seed, follower.line, debug=debug)
+        with opened(config, resume) as config:
+            with Follower(console) as follower:
+                for seed in config.seeds:
+                    for arm in config.arms:
+                        run_arm(config, arm, seed, follower.line, debug=debug)
+            return conclude(config, console)
+
+
+def conclude(config: ExperimentConfig, console: Console) -> int:
+    """Compare, audit and report what the arms left on disk."""
     comparison = compare(config.run_dir)
     sound = audit(config.run_dir) == 0
     page = write_report(config.run_dir)
@@ -43,16 +52,25 @@ def run(config: ExperimentConfig, console: Console, *, debug: bool = False) -> i
 
 
 def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[str], None], *, debug: bool) -> None:
-    """One arm and seed; whatever ends it, its files are closed, listed and kept."""
+    """One arm and seed, from where it stands; whatever ends it, its files are closed, listed and kept."""
     folder = config.run_dir / f"{arm.name}-s{seed}"
-    mine = config.for_arm(arm)
-    tracker = Tracker(
-        folder, experiment=config.name, arm=arm.name, seed=seed, config=mine.model_dump(mode="json"),
-        wandb_mode=config.wandb_mode, project=config.wandb_project, tags=tags(mine),
-    )  # fmt: skip
-    failure = "interrupted"
+    if checkpoints.finished(folder):
+        say(f"arm {folder.name} is finished and not run again")
+        return
+    mine, failure, opened_files = config.for_arm(arm), "interrupted", ExitStack()
     try:
-        train_arm(mine, arm, seed, folder, tracker, say)
+        start = checkpoints.newest(folder, say)
+        checkpoints.cut_back(folder, start, mine.audited_step, mine.checkpoint.keep)
+        if start.step:
+            say(f"arm {folder.name} goes on after step {start.step} of {mine.steps}")
+        tracker = Tracker(
+            folder, experiment=config.name, arm=arm.name, seed=seed, config=mine.model_dump(mode="json"),
+            wandb_mode=config.wandb_mode, project=config.wandb_project, tags=tags(mine),
+            wandb_id=start.wandb_id or None,
+        )  # fmt: skip
+        opened_files.callback(lambda: tracker.finish(failed=bool(failure)))
+        checkpoints.begin(folder, tracker.wandb_id)
+        train_arm(mine, arm, seed, folder, tracker, say, start)
         failure = ""
     except Exception as error:  # noqa: BLE001  whatever it was, the other arms still have a run to make
         cause = error.cause if isinstance(error, RayTaskError) else error  # what a worker raised, without its trace
@@ -61,7 +79,7 @@ def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[
         if debug:
             say(traceback.format_exc())
     finally:
-        tracker.finish(failed=bool(failure))
+        opened_files.close()
         write_manifest(folder, failure)
 
 

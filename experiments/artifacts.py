@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from miles_ext.weights import HandoffReport, WeightManifest, combine
 
 START_FILE = "start.json"
 HANDOFF_FILE = "handoffs.jsonl"
+RESUME_FILE = "resumes.jsonl"
 MANIFEST_FILE = "manifest.json"
 AUDIT_FILE = "audit.json"
 
@@ -34,24 +36,30 @@ def record_start(
         "trained_digest": trained_digest or combine(initial.tensors),
         "transform": dict(initial.transform), "capabilities": reports,
     }  # fmt: skip
-    (arm_dir / START_FILE).write_text(json.dumps(start, indent=1, default=sorted) + "\n")
+    write_whole(arm_dir / START_FILE, json.dumps(start, indent=1, default=sorted) + "\n")
 
 
-def record_handoff(arm_dir: Path, step: int, manifest: WeightManifest, reports: Iterable[HandoffReport]) -> None:
-    """Append one line to handoffs.jsonl: the digest the trainer sent, and what every engine proved of it."""
+def record_handoff(
+    arm_dir: Path, step: int, manifest: WeightManifest, reports: Iterable[HandoffReport], file: str = HANDOFF_FILE
+) -> None:
+    """Append one line to handoffs.jsonl: the digest the trainer sent, and what every engine proved of it.
+
+    file: resumes.jsonl for the weights of a checkpoint, which the engines of a continued run get once more.
+    """
     line = {
         "step": step, "version": manifest.version, "sent_digest": manifest.digest,
         "transform": dict(manifest.transform),
         "reports": [dataclasses.asdict(report) for report in reports],
     }  # fmt: skip
-    with (arm_dir / HANDOFF_FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with (arm_dir / file).open("a") as opened:
+        opened.write(json.dumps(line) + "\n")
 
 
 def read_handoffs(arm_dir: Path) -> list[dict[str, Any]]:
     """Lines of handoffs.jsonl in order of version; a version sent again (after a resume) counts once."""
     file = arm_dir / HANDOFF_FILE
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be cut short by a crash
     return [line for _, line in sorted({line["version"]: line for line in lines}.items())]
 
 
@@ -64,7 +72,7 @@ def write_manifest(arm_dir: Path, failure: str = "") -> str:
         name: {"sha256": sha256(arm_dir / name), "bytes": (arm_dir / name).stat().st_size} for name in _names(arm_dir)
     }
     text = json.dumps({"failure": failure, "files": files}, indent=1, sort_keys=True) + "\n"
-    (arm_dir / MANIFEST_FILE).write_text(text)
+    write_whole(arm_dir / MANIFEST_FILE, text)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -129,6 +137,16 @@ def bundle(run_dir: Path, archive: Path | None = None) -> tuple[Path, str]:
             with (run_dir / name).open("rb") as file:
                 tar.addfile(info, file)
     return archive, sha256(archive)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file so that a crash leaves the old content or the new, never a part."""
+    part = file.with_name(f"{file.name}.part")
+    with part.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    part.replace(file)
 
 
 def sha256(file: Path) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
+from experiments.artifacts import write_whole
 from experiments.config_errors import explain
 from miles_ext.capability import ArmKind
 from miles_ext.sampling import Capture, FilterOrder, SamplingSpec
 from rollout.config import RolloutConfig
 from trainer.config import TrainerConfig
 
+CONFIG_FILE = "config.yaml"
 ARM_SECTIONS = ("sampling", "trainer", "rollout")
 """What an arm may change. Prompts, seeds and initial weights are the same in every arm, or the comparison is void."""
 
@@ -101,6 +104,15 @@ class SamplingConfig(Section):
         return SamplingSpec(**self.model_dump(), seed=seed)
 
 
+class CheckpointConfig(Section):
+    """What an interrupted run goes on from (`--resume auto`)."""
+
+    every: int = Field(default=10, ge=0)
+    """Steps from one checkpoint to the next; 0 writes one after the last step alone."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints of an arm that stay on disk."""
+
+
 class ArmConfig(Section):
     """One side of the comparison."""
 
@@ -135,6 +147,7 @@ class ExperimentConfig(Section):
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
 
@@ -227,13 +240,19 @@ def plan(config: ExperimentConfig) -> str:
 
 def save(config: ExperimentConfig) -> ExperimentConfig:
     """Write run_dir/config.yaml and return the settings; beside an earlier run NAME becomes NAME-2, and so on."""
-    name, number = config.name, 1
-    while config.run_dir.exists() and any(config.run_dir.iterdir()):
-        number += 1
-        config = config.model_copy(update={"name": f"{name}-{number}"})
+    config = next(run for run in numbered(config) if not run.run_dir.exists() or not any(run.run_dir.iterdir()))
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.yaml").write_text(dump(config))
+    write_whole(config.run_dir / CONFIG_FILE, dump(config))
     return config
+
+
+def numbered(config: ExperimentConfig) -> Iterator[ExperimentConfig]:
+    """The settings under NAME, NAME-2, NAME-3, ... up to the first whose folder does not exist."""
+    for number in count(1):
+        run = config if number == 1 else config.model_copy(update={"name": f"{config.name}-{number}"})
+        yield run
+        if not run.run_dir.exists():
+            return
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import ray
 
-from experiments.artifacts import record_handoff
+from experiments.artifacts import HANDOFF_FILE, RESUME_FILE, record_handoff
 from experiments.config import ExperimentConfig
+from miles_ext.errors import CheckpointError
 from miles_ext.weights import HandoffReport, WeightManifest
 from rollout.pool import RolloutPool
 from trainer.worker import TrainerGroup
@@ -39,19 +40,31 @@ class Delivery:
         """Whether the engines serve anything but the newest weights as they are."""
         return bool(self._transform) or self._waiting.maxlen != 1
 
-    def hand_over(self, step: int, version: int) -> list[HandoffReport]:
-        """Export `version`; hand over the one that is due after `step` where the engines do not serve it yet."""
+    def hand_over(self, step: int, version: int, *, again: bool = False) -> list[HandoffReport]:
+        """Export `version`; hand over the one that is due after `step` where the engines do not serve it yet.
+
+        again: it is a checkpoint's, and was handed over after `step` before the run was interrupted. CheckpointError
+        where a lag is declared: a checkpoint holds no older weights.
+        """
+        if again and self._waiting.maxlen != 1:
+            raise CheckpointError(
+                "rollout.mismatch.lag is declared, and the older weights that engines served are in no checkpoint; "
+                "make a new run with --resume never"
+            )
         manifest, buckets = self._trainer.share(version, self._dtype)
         self._waiting.append((replace(manifest, transform=self._transform), buckets))
         due, buckets = self._waiting[0]
-        return self._deliver(step, due, buckets) if due.version > self._served else self.reports
+        file = RESUME_FILE if again else HANDOFF_FILE
+        return self._deliver(step, due, buckets, file) if due.version > self._served else self.reports
 
     def hand_over_plain(self, step: int, version: int) -> list[HandoffReport]:
         """The trainer's own weights, now and untransformed: to judge what was trained."""
         return self._deliver(step, *self._trainer.share(version, self._dtype))
 
-    def _deliver(self, step: int, manifest: WeightManifest, buckets: Sequence[ray.ObjectRef]) -> list[HandoffReport]:
+    def _deliver(
+        self, step: int, manifest: WeightManifest, buckets: Sequence[ray.ObjectRef], file: str = HANDOFF_FILE
+    ) -> list[HandoffReport]:
         self.manifest, self.reports = manifest, self._pool.update_weights(manifest, buckets)
         self._served = manifest.version
-        record_handoff(self._folder, step, self.manifest, self.reports)
+        record_handoff(self._folder, step, self.manifest, self.reports, file)
         return self.reports

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import ray
 
+from experiments import checkpoints
 from experiments.artifacts import record_start
+from experiments.checkpoints import FIRST_VERSION, Point
 from experiments.config import ArmConfig, ExperimentConfig
 from experiments.delivery import Delivery
 from experiments.figures import handoff_figures, rollout_figures
@@ -27,13 +28,13 @@ from trainer.step import rollout_advantages
 from trainer.worker import TrainerGroup
 
 ALARM_FRACTION = 1e-3  # of groups made untrainable by their content: above it the laws deserve a look
-FIRST_VERSION = 1  # the trainer's weights before any update, handed over so that q is proved to be theirs
 
 
 def train_arm(
-    config: ExperimentConfig, arm: ArmConfig, seed: int, folder: Path, tracker: Tracker, say: Callable[[str], None]
-) -> None:
-    """Run one arm with one seed; everything worth keeping is in `folder` as soon as it exists."""
+    config: ExperimentConfig, arm: ArmConfig, seed: int, folder: Path, tracker: Tracker, say: Callable[[str], None],
+    start: Point,
+) -> None:  # fmt: skip
+    """Run one arm with one seed from `start`; everything worth keeping is in `folder` as soon as it exists."""
     model, spec, name = config.model, config.sampling.spec(0), f"{arm.name}-s{seed}"
     with (
         closing(RolloutPool(config.rollout, arm.kind, model.target, model.draft, spec)) as pool,
@@ -41,16 +42,19 @@ def train_arm(
     ):
         pool.start()  # raises where an engine cannot prove that it samples `spec` exactly in this arm
         delivery = Delivery(trainer, pool, config, seed, folder)
-        delivery.hand_over(-1, FIRST_VERSION)
+        checkpoints.restore(trainer, folder, start)
+        delivery.hand_over(start.step - 1, start.version, again=start.step > 0)
         capabilities = pool.capability()
         drafts = {capability.draft_digest for capability in capabilities}
         vocab_size = capabilities[0].vocab_size
-        record_start(folder, delivery.manifest, capabilities, trained_digest(trainer, config))
+        held_out, before, untrainable = Questions.held_out(config, seed), math.nan, 0.0
+        if start.step == 0:
+            record_start(folder, delivery.manifest, capabilities, trained_digest(trainer, config))
+            before = evaluate(pool, held_out)
+        else:
+            checkpoints.require_same(folder, delivery.manifest, drafts)
 
-        held_out = Questions.held_out(config, seed)
-        before = evaluate(pool, held_out)
-        untrainable = 0.0
-        for step in range(config.steps):
+        for step in range(start.step, config.steps):
             started = time.perf_counter()
             asked = Questions.training(config, seed, step)
             completions = pool.generate(asked.requests)
@@ -60,9 +64,9 @@ def train_arm(
             audited = step == config.audited_step
             keep(folder, config, step, trajectories, audited=audited)
 
-            shared, training = ray.put(trajectories), time.perf_counter()
+            training = time.perf_counter()
             probe = folder / "audit" if audited else None
-            metrics |= trainer.train(shared, temperature=spec.temperature, step=step, probe=probe)
+            metrics |= trainer.train(trajectories, temperature=spec.temperature, step=step, probe=probe)
             trained = time.perf_counter()
             reports = delivery.hand_over(step, FIRST_VERSION + step + 1)
             handed_over = time.perf_counter()
@@ -87,7 +91,10 @@ def train_arm(
             untrainable += metrics["rollout/untrainable_groups"]
             if untrainable > ALARM_FRACTION * (step + 1) * config.task.prompts:
                 say(f"ALARM {name}: {untrainable:.0f} groups untrainable so far; see rollout/overflow and max_support")
-        save(trainer, folder / "checkpoints", config.steps, tracker.wandb_id)
+            done = step + 1
+            if done == config.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+                checkpoints.save(trainer, folder, done, tracker.wandb_id, config.checkpoint.keep)
+        trainer.save_hf(folder / checkpoints.FOLDER / "model")
 
 
 def trained_digest(trainer: TrainerGroup, config: ExperimentConfig) -> str:
@@ -116,10 +123,3 @@ def keep(folder: Path, config: ExperimentConfig, step: int, trajectories: list[T
     if config.save_support == "audited" and not (audited or broken):
         trajectories = [replace(t, completion=replace(t.completion, support=None)) for t in trajectories]
     save_rollout(rollout_file(folder, step), step, trajectories, advantages)
-
-
-def save(trainer: TrainerGroup, folder: Path, step: int, wandb_id: str) -> None:
-    """A checkpoint that training can go on from, and the model as a Hugging Face folder."""
-    trainer.save(folder / f"step-{step:06d}")
-    (folder / "run.json").write_text(json.dumps({"step": step, "wandb_id": wandb_id}) + "\n")
-    trainer.save_hf(folder / "model")

@@ -27,8 +27,9 @@ STOP_TIMEOUT_S = 20.0
 
 
 def submit(
-    file: Path, overrides: Sequence[tuple[str, str]], *, address: str | None, port: int | None, console: Console
-) -> int:
+    file: Path, overrides: Sequence[tuple[str, str]], *, address: str | None, port: int | None, console: Console,
+    resume: str = "never",
+) -> int:  # fmt: skip
     """Run the experiment of `file` as a job on the cluster at `address`, or on a Ray that lives as long as this call.
 
     Results land in the output directory of this machine's file system. Returns the job's own exit code.
@@ -42,6 +43,7 @@ def submit(
     config.model.require_files(config.arms)
     output_dir = config.output_dir.resolve()
     arguments = [*(part for key, value in overrides for part in (f"--{key}", value)), "--output_dir", str(output_dir)]
+    arguments += ["--resume", resume if resume in ("auto", "never") else str(Path(resume).resolve())]
     with _cluster(address, port, config.cpus, console) as (client, python):
         entrypoint = shlex.join([python, "-m", "experiments", "run", os.path.relpath(file), *arguments])
         job = client.submit_job(

@@ -19,6 +19,8 @@ METRICS_FILE = "metrics.jsonl"
 STEP_KEYS = {"train": "train/step", "sc": "train/step"} | {
     name: "rollout/step" for name in ("rollout", "spec", "handoff", "perf", "eval")
 }
+WALL_CLOCK = ("perf/", "rollout/tokens_per_s", "handoff/seconds")
+"""Beginnings of the names of metrics that a clock or a process size decides: what differs between equal runs."""
 _FINISH_TIMEOUT_S = 60.0
 
 

@@ -17,10 +17,11 @@ CONTENTS = "contents.json"
 LATEST = "latest"
 
 
-def save(backend: Backend, folder: Path, version: int) -> None:
+def save(backend: Backend, folder: Path, version: int, beside: Path | None = None) -> None:
     """Write weights, optimizer, update count, random state and `version` to `folder`; point `latest` beside it there.
 
-    Collective; all ranks must see the same file system. A folder of that name is replaced.
+    beside: a folder whose files move into the checkpoint and are vouched for with the rest. Collective; all ranks must
+    see the same file system. A folder of that name is replaced.
     """
     aside = folder.with_name(f"{folder.name}.partial")
     if backend.rank == 0:
@@ -30,6 +31,8 @@ def save(backend: Backend, folder: Path, version: int) -> None:
     backend.save(aside)
     _barrier(backend)
     if backend.rank == 0:
+        for file in sorted(beside.iterdir()) if beside else ():
+            file.replace(aside / file.name)
         files = {file.name: _digest(file) for file in sorted(aside.iterdir())}
         _write(aside / CONTENTS, json.dumps({"version": version, "updates": backend.updates, "files": files}, indent=1))
         for file in (*aside.iterdir(), aside):
@@ -54,11 +57,32 @@ def latest(root: Path) -> Path | None:
     return root / pointer.read_text().strip() if pointer.is_file() else None
 
 
+def saved(root: Path) -> list[Path]:
+    """Every checkpoint under `root` by falling name, the one that `latest` points at first."""
+    found = sorted((file.parent for file in root.glob(f"*/{CONTENTS}") if not file.parent.suffix), reverse=True)
+    newest = latest(root)
+    return sorted(found, key=lambda folder: folder != newest)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but `keep` checkpoints, and what interrupted saves left behind."""
+    for folder in (*saved(root)[keep:], *root.glob("*.partial"), *root.glob("*.old")):
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+
+
 def verify(folder: Path) -> dict:
-    """The table of contents; CheckpointError naming each file that is missing or differs from it."""
+    """The table of contents; CheckpointError naming each file that is missing, differs from it or is not in it."""
     if not (folder / CONTENTS).is_file():
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {CONTENTS}; use an earlier one")
-    contents = json.loads((folder / CONTENTS).read_text())
+    try:
+        contents = json.loads((folder / CONTENTS).read_text())
+        names = contents["files"].keys()
+        _ = contents["version"], contents["updates"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / CONTENTS} is no table of contents; use an earlier checkpoint") from error
+    extra = {file.name for file in folder.iterdir()} - names - {CONTENTS}
+    if extra:
+        raise CheckpointError(f"{folder} holds {sorted(extra)}, which its {CONTENTS} does not list; remove them")
     wrong = [
         name for name, digest in contents["files"].items()
         if not (folder / name).is_file() or _digest(folder / name) != digest

@@ -66,8 +66,8 @@ class TrainerWorker:
         manifest, buckets = self.export(version, dtype)
         return manifest, [ray.put(bucket) for bucket in buckets]
 
-    def save(self, path: Path) -> None:
-        checkpoint.save(self.backend, path, self.version)
+    def save(self, path: Path, beside: Path | None = None) -> None:
+        checkpoint.save(self.backend, path, self.version, beside)
 
     def load(self, path: Path) -> int:
         """Restore a checkpoint; return the weight version it was saved under."""
@@ -123,7 +123,7 @@ class TrainerGroup:
         self, trajectories: Sequence[Trajectory] | ray.ObjectRef, *, temperature: float, step: int = 0,
         probe: Path | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Metrics of one train step, the same on all ranks."""
+        """Metrics of one train step, the same on all ranks; the trajectories go into the object store once."""
         shared = trajectories if isinstance(trajectories, ray.ObjectRef) else ray.put(trajectories)
         return self._all("train", shared, temperature=temperature, step=step, probe=probe)[0]
 
@@ -131,8 +131,9 @@ class TrainerGroup:
         """Rank 0's manifest, and a reference to each bucket; they live as long as the group."""
         return self._all("share", version, dtype)[0]
 
-    def save(self, path: Path) -> None:
-        self._all("save", path)
+    def save(self, path: Path, beside: Path | None = None) -> None:
+        """See trainer.checkpoint.save; paths are those of a file system that all nodes share."""
+        self._all("save", path, beside)
 
     def load(self, path: Path) -> int:
         return self._all("load", path)[0]

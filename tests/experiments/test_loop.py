@@ -77,7 +77,8 @@ def test_an_arm_leaves_everything_that_a_check_needs_and_repeats_itself(ray_clus
         assert json.loads(probe.metadata()["probe"])["step"] == 1
     assert (folder / "checkpoints" / "step-000003" / "contents.json").is_file()
     assert (folder / "checkpoints" / "model" / "model.safetensors").is_file()
-    assert len(json.loads((folder / "checkpoints" / "run.json").read_text())["wandb_id"]) == 8
+    point = json.loads((folder / "checkpoints" / "step-000003" / "run.json").read_text())
+    assert point["step"] == 3 and len(point["wandb_id"]) == 8
 
     again, _ = run(models, tmp_path / "again")
     assert [line["sent_digest"] for line in read_handoffs(again)] == [line["sent_digest"] for line in sent]

@@ -17,7 +17,7 @@ from random import Random
 FOLDER = Path(__file__).parent
 LARGEST = 5
 SYSTEM = "Add the numbers one by one."
-EXAMPLES = ([4, 2, 5, 1], [3, 1, 5, 2, 4, 4, 1, 5, 3])  # about as long as what is asked: a small model stops where they stop
+EXAMPLES = ([4, 2, 5, 1], [3, 1, 5, 2, 4, 4, 1, 5, 3])  # a small model stops where its examples stop
 SIZES = {"held_out": (256, 4, 10), "long": (256, 10, 10), "train": (2048, 4, 10)}  # problems, fewest and most numbers
 
 

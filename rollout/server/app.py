@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from miles_ext.api_key import VARIABLE, accepts
 from miles_ext.errors import EngineError, RequestError
 from rollout.embedded.engine import EmbeddedEngine
 from rollout.server import info, native, openai
@@ -25,8 +26,15 @@ from rollout.server.model import Model
 Handler = Callable[[Front, Any], Awaitable[Any]]
 
 
-def make_app(engine: EmbeddedEngine, model: Model, *, health_timeout_s: float = 20.0) -> FastAPI:
-    """The application owns the engine from here on: its thread stops, and the engine closes, with the application."""
+LIVENESS = "/health"
+"""The one route that needs no key: it tells nothing but that the process runs."""
+
+
+def make_app(engine: EmbeddedEngine, model: Model, *, health_timeout_s: float = 20.0, api_key: str = "") -> FastAPI:
+    """The application owns the engine from here on: its thread stops, and the engine closes, with the application.
+
+    api_key: wanted as `Authorization: Bearer KEY` on every route but liveness; empty asks for none.
+    """
     metrics = Metrics()
     front = Front(EngineThread(engine, engine.max_concurrency), model, metrics)
     metrics.watch(front.engine)
@@ -51,6 +59,12 @@ def make_app(engine: EmbeddedEngine, model: Model, *, health_timeout_s: float = 
             route = request.scope.get("route")
             metrics.count_http(route.path if route else "unknown", status_code)
 
+    @app.middleware("http")  # added last, so it runs first: an intruder is not even counted by route
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.url.path == LIVENESS or accepts(api_key, request.headers.get("authorization")):
+            return await call_next(request)
+        return _error(401, f"no API key, or another; send the server's as `Authorization: Bearer KEY` ({VARIABLE})")
+
     posts: dict[str, Handler] = {
         "/generate": native.generate,
         "/v1/completions": openai.completions,
@@ -73,7 +87,7 @@ def make_app(engine: EmbeddedEngine, model: Model, *, health_timeout_s: float = 
     async def models() -> JSONResponse:
         return JSONResponse(info.models(front))
 
-    @app.get("/health")
+    @app.get(LIVENESS)
     async def health() -> Response:
         """Whether the engine's thread runs. Answers at once, also while the engine works."""
         return Response(status_code=200 if front.engine.alive else 503)

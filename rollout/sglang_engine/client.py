@@ -8,17 +8,21 @@ from typing import Any
 
 import httpx
 
-from miles_ext.errors import EngineError, RequestError
+from miles_ext.api_key import VARIABLE, headers
+from miles_ext.errors import CapabilityError, EngineError, RequestError
 
 
 class Client:
     """url: the server's address. timeout_s: silence on one call after which the server counts as failed.
+    api_key: sent with every call where it is not empty.
 
-    Raises RequestError with the server's own words for HTTP 400, and EngineError for everything else that is no answer:
-    a refused connection, a time-out, HTTP 5xx, a body that is no JSON.
+    Raises RequestError with the server's own words for HTTP 400, CapabilityError where it refuses the key (401, 403),
+    and EngineError for everything else that is no answer: a refused connection, a time-out, HTTP 5xx, a body that is no
+    JSON.
     """
 
-    def __init__(self, url: str, timeout_s: float, concurrency: int) -> None:
+    def __init__(self, url: str, timeout_s: float, concurrency: int, api_key: str = "") -> None:
+        self._headers = headers(api_key)
         self.url, self._timeout, self._concurrency = url.rstrip("/"), timeout_s, concurrency
         self.answers = 0  # received by `generate`
 
@@ -31,7 +35,7 @@ class Client:
     def reachable(self) -> bool:
         """Whether the server answers that it is up."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=30, headers=self._headers).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -50,7 +54,7 @@ class Client:
 
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         timeout = httpx.Timeout(self._timeout, pool=None)  # a request may wait for its turn as long as others take
-        async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, headers=self._headers) as http:
             tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
                 return await asyncio.gather(*tasks)
@@ -61,13 +65,19 @@ class Client:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
-            return self._read(path, httpx.request(method, self.url + path, json=body, timeout=self._timeout))
+            answer = httpx.request(method, self.url + path, json=body, timeout=self._timeout, headers=self._headers)
+            return self._read(path, answer)
         except httpx.HTTPError as error:
             raise self._silent(path, error) from error
 
     def _read(self, path: str, answer: httpx.Response) -> Any:
         if answer.status_code == 400:
             raise RequestError(f"{self.url}{path} refuses: {_message(answer)}")
+        if answer.status_code in (401, 403):
+            raise CapabilityError(
+                f"{self.url}{path} refuses our API key: {_message(answer)}; set {VARIABLE} or "
+                "rollout.sglang.api_key_file to the server's"
+            )
         if answer.status_code != 200:
             raise EngineError(f"{self.url}{path} answers {answer.status_code}: {_message(answer)}")
         try:

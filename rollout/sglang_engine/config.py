@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,11 +21,29 @@ OWNED_FLAGS = frozenset(
 """Flags that the engine sets from other settings, or that must stay as they are for the recorded law to be exact."""
 
 
+SECRET_FLAGS = frozenset({"--api-key", "--admin-api-key", "--ssl-keyfile-password"})
+"""On a command line every user of the machine reads them."""
+SECRET = re.compile(r"(?i)(^|_)(api_?key|key|token|secret|password|passwd|credentials?)(_|$)")
+
+
 def _free_flags(args: tuple[str, ...]) -> tuple[str, ...]:
     taken = sorted({arg.partition("=")[0] for arg in args} & OWNED_FLAGS)
     if taken:
         raise ValueError(f"{', '.join(taken)} set by the engine itself; accepted: other flags of sglang.launch_server")
+    secret = sorted({arg.partition("=")[0] for arg in args} & SECRET_FLAGS)
+    if secret:
+        raise ValueError(f"{', '.join(secret)} would show in the process list; accepted: flags without secrets")
     return args
+
+
+def _no_secrets(environment: dict[str, str]) -> dict[str, str]:
+    named = sorted(name for name in environment if SECRET.search(name))
+    if named:
+        raise ValueError(
+            f"{', '.join(named)} look like secrets, and settings are written to disk and to W&B; accepted: other "
+            "variables; set these where Ray is started: servers inherit them"
+        )
+    return environment
 
 
 def _range(ports: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -42,10 +61,13 @@ class SglangConfig(BaseModel):
     """Interpreter of the environment that holds sglang and this package as its plugin."""
     urls: tuple[str, ...] = ()
     """Servers to attach to, one a worker, instead of starting them; they must run the plugin."""
+    api_key_file: Path | None = None
+    """File with the API key of those servers; null takes MILES_EXT_API_KEY where a worker's environment has it."""
     args: Annotated[tuple[str, ...], AfterValidator(_free_flags)] = ()
     """More flags of sglang.launch_server."""
-    environment: dict[str, str] = {}
-    """More environment variables of the server."""
+    environment: Annotated[dict[str, str], AfterValidator(_no_secrets)] = {}
+    """More environment variables of the server. Secrets belong into the environment of Ray's workers, which servers
+    inherit: settings are written to disk and to W&B."""
     ports: Annotated[tuple[int, int] | None, AfterValidator(_range)] = None
     """First and last port that a server may take; null lets the system choose."""
     tp_size: int = Field(default=1, ge=1)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_ext.api_key import read_key
 from miles_ext.capability import ArmKind, EngineCapability
 from miles_ext.errors import CapabilityError, EngineError, RequestError, WeightError
 from miles_ext.records import Completion
@@ -33,8 +34,9 @@ class SglangEngine:
 
     url: a running server to attach to; empty starts one with `config.sglang.python`.
     target, draft: checkpoint folders.
-    Raises CapabilityError where the interpreter or the server lacks the plugin, CheckpointError where the draft does
-    not fit, and EngineError with the last lines of its log where the server does not come up.
+    Raises CapabilityError where the interpreter or the server lacks the plugin, or the server refuses our key,
+    CheckpointError where the draft does not fit, and EngineError with the last lines of its log where the server does
+    not come up.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class SglangEngine:
         self._process: ServerProcess | None = None
         try:
             if url:
-                self._client = Client(url, config.request_timeout_s, config.max_concurrency)
+                key = read_key(config.sglang.api_key_file)
+                self._client = Client(url, config.request_timeout_s, config.max_concurrency, key)
             else:
                 self._start(arm, draft)
             self._serving = self._target  # the folder of the weights that are served

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -22,7 +24,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # The audit's matrices are small: more threads win nothing, and on a busy machine they spin for minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 terminations: list[int] = []  # signals received
-BENCHES = ("rollout", "estimator", "estimator_tune", "handoff")
+BENCHES = ("rollout", "estimator", "estimator_tune", "handoff", "load")
 RESUME = "go on with the last run of this name, with none (default: a new run beside it), or with the run in a folder"
 OVERRIDES = """settings:
   --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';
@@ -92,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench = command("bench", "measure, as ratios within one run", bench_command)
     bench.add_argument("name", choices=BENCHES)
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
+    bench.add_argument("--seconds", type=float, help="of each soak of `load` (default: 600, or 20 with --quick)")
     bench.add_argument("--json", type=Path, metavar="FILE")
 
     audit = command("audit", "check a finished run again, from its files alone", audit_command)
@@ -173,14 +176,22 @@ def validate_command(args: argparse.Namespace) -> int:
 
 
 def bench_command(args: argparse.Namespace) -> int:
-    from experiments.evidence import Row, print_rows, write_json
+    from experiments.evidence import Row, document, print_rows, write_json, write_page
 
-    found = import_module(f"experiments.bench.{args.name}").rows(quick=args.quick)
+    options = {"quick": args.quick} | ({"seconds": args.seconds} if args.name == "load" else {})
+    if args.seconds is not None and args.name != "load":
+        raise ValueError(f"--seconds {args.seconds:g} beside bench {args.name}; accepted: bench load alone")
+    module = import_module(f"experiments.bench.{args.name}")
+    found = module.rows(**options)
     names = ("name", "value", "unit", "gate", "pass", "detail")
     rows = [Row(*(row[name] for name in names)) for row in found]
+    rows = [replace(row, value=math.nan) if row.value is None else row for row in rows]  # as JSON spells it
     print_rows(rows, f"bench {args.name}")
+    command = f"python -m experiments bench {args.name}{' --quick' if args.quick else ''}"
     if args.json:
-        write_json(args.json, f"python -m experiments bench {args.name}{' --quick' if args.quick else ''}", rows)
+        write_json(args.json, command, rows)
+    if args.name == "load" and not args.quick and args.seconds is None:
+        write_page(module.PAGE, "Load", module.__doc__, document(command, rows))
     return int(not all(row.passed for row in rows))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from rollout.engine import Request
 from rollout.member import Errand, Member, brief
 from rollout.policy import Restart, Stop, decide
 from rollout.proofs import require_answers, require_distinct, require_handoff
+from rollout.turns import Turns
 from rollout.worker import CONTROL, RolloutWorker
 
 POLL_S = 0.2
@@ -53,7 +53,8 @@ class RolloutPool:
     """`config.workers` engines of one arm. Actors are asked for at once and proved fit by `start`; `close` when done.
 
     spec: the law that every worker, a restarted one too, must prove that it honours before it serves.
-    worker: what an actor is made of. May be used from several threads: one call is served after another.
+    worker: what an actor is made of.
+    May be used from several threads: calls are served one after another, in the order in which they came.
 
     Example: pool = RolloutPool(config, "dflash2", target, draft, spec); pool.start(); pool.generate(requests)
     """
@@ -68,7 +69,7 @@ class RolloutPool:
         amounts = {"CPU": config.cpus_per_worker, "GPU": config.gpus_per_worker}
         bundle = {name: amount for name, amount in amounts.items() if amount > 0}
         self._placement = placement_group([bundle] * config.workers, strategy="PACK") if bundle else None
-        self._limits, self._lock, self._closed = config.limits(), threading.RLock(), False
+        self._limits, self._turns, self._closed = config.limits(), Turns(), False
         self._current: Weights | None = None
         self._drafts: list[str] | None = None  # digests a rank, as the first engine loaded its draft
         self._members = [Member(i, partial(self._spawn, i), self._begin) for i in range(config.workers)]
@@ -83,9 +84,9 @@ class RolloutPool:
 
         Raises CapabilityError or CheckpointError: nothing has been sampled then.
         """
-        with self._lock:
+        with self._turns:
             self._drive()
-            return self.capability()
+        return self.capability()
 
     def capability(self) -> list[EngineCapability]:
         """One report for each rank of each worker, read now."""
@@ -94,7 +95,8 @@ class RolloutPool:
         def accept(member: Member, reports: list[EngineCapability]) -> None:
             found[member.index] = reports
 
-        with self._lock:
+        with self._turns:
+            self._require_open()
             for member in self._members:
                 member.give(Errand("report", lambda actor: actor.capability.remote(), accept, again=True))
             self._drive()
@@ -115,7 +117,8 @@ class RolloutPool:
         """
         require_distinct(requests)
         done: dict[int, list[Completion]] = {}
-        with self._lock:
+        with self._turns:
+            self._require_open()
             parts = np.array_split(np.arange(len(requests)), len(self._members))
             for member, part in zip(self._members, parts, strict=True):
                 if not len(part):
@@ -138,7 +141,8 @@ class RolloutPool:
         def refused(member: Member, error: WeightError) -> None:
             refusals[member.index] = error
 
-        with self._lock:
+        with self._turns:
+            self._require_open()
             for member in self._members:
                 member.give(self._feed(update, refused))
             self._drive()  # a worker that died in the middle comes back with the old version
@@ -156,7 +160,7 @@ class RolloutPool:
     def close(self) -> None:
         """End the actors and free their resources; harmless when called twice, after a failure, or beside a call."""
         self._closed = True
-        with self._lock:
+        with self._turns:
             self._end([member.actor for member in self._members])
             if self._placement is not None:
                 remove_placement_group(self._placement)
@@ -166,8 +170,7 @@ class RolloutPool:
         """Poll, decide, act until no worker has anything left to do."""
         try:
             while busy := [member for member in self._members if member.busy]:
-                if self._closed:
-                    raise EngineError("the pool was closed while it worked; what was in flight is lost")
+                self._require_open()
                 _wait([ref for member in busy for ref in member.awaited])
                 for member in busy:
                     decision = decide(member.poll(self.restarts), self._limits)
@@ -179,6 +182,11 @@ class RolloutPool:
             for member in self._members:
                 member.forget()
             raise
+
+    def _require_open(self) -> None:
+        """Raise EngineError once the pool is closed: Ray would start a cluster of its own to find the actors."""
+        if self._closed:
+            raise EngineError("the pool is closed, and what it had in flight is lost; make another")
 
     def _replace(self, member: Member, decision: Restart) -> None:
         later = f" in {decision.delay_s:.0f} s" if decision.delay_s else ""

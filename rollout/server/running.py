@@ -42,8 +42,16 @@ def address(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+KEEP_ALIVE_S = 75
+"""An idle connection is kept for longer than clients keep one (mostly 5 s): who closes first must not be the server,
+or a request that is already on its way is lost."""
+
+
 def server(app: FastAPI, log_level: str) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=30))
+    config = uvicorn.Config(
+        app, log_level=log_level, access_log=False, timeout_graceful_shutdown=30, timeout_keep_alive=KEEP_ALIVE_S
+    )
+    return uvicorn.Server(config)
 
 
 @contextmanager

@@ -52,7 +52,10 @@ class Client:
             except httpx.HTTPError as error:
                 raise self._silent("/generate", error) from error
 
-        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+        limits = httpx.Limits(
+            max_connections=self._concurrency, max_keepalive_connections=self._concurrency,
+            keepalive_expiry=1.0,  # sglang drops an idle connection after 5 s, with whatever is on its way to it
+        )  # fmt: skip
         timeout = httpx.Timeout(self._timeout, pool=None)  # a request may wait for its turn as long as others take
         async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, headers=self._headers) as http:
             tasks = [asyncio.create_task(one(body)) for body in bodies]

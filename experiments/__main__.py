@@ -191,7 +191,7 @@ def bench_command(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, command, rows)
     if args.name == "load" and not args.quick and args.seconds is None:
-        write_page(module.PAGE, "Load", module.__doc__, document(command, rows))
+        write_page(module.PAGE, "Load", module.__doc__ or "", document(command, rows))
     return int(not all(row.passed for row in rows))
 
 

@@ -126,7 +126,11 @@ class RolloutPool:
                 if time.monotonic() - member.decoded_at > self._config.probe_interval_s:
                     member.give(self._probe())
                 member.give(self._order([requests[i] for i in part], done))
-            self._drive()
+            try:
+                self._drive()
+            except EngineError as error:
+                lost = [requests[i].request_id for n, part in enumerate(parts) if n not in done for i in part]
+                raise EngineError(f"{error}; unanswered: {len(lost)} of {len(requests)}, first {lost[:3]}") from error
         return [completion for index in sorted(done) for completion in done[index]]
 
     def update_weights(self, manifest: WeightManifest, buckets: Sequence[ray.ObjectRef]) -> list[HandoffReport]:

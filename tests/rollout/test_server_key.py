@@ -47,8 +47,8 @@ def test_every_route_but_liveness_wants_the_key(guarded: tuple[Any, str]) -> Non
             assert bare.status_code == 200
             continue
         assert bare.status_code == 401 and "Authorization: Bearer" in bare.json()["error"]["message"], path
-        for wrong in ("Bearer", f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", KEY, f"Basic {KEY}", "Bearer é"):
-            header = {"Authorization": wrong.encode()}
+        for wrong in ("Bearer", f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", KEY, f"Basic {KEY}"):
+            header = {"Authorization": wrong}
             assert client.request(method, path, headers=header).status_code == 401
         right = client.request(method, path, headers={"Authorization": f"Bearer {KEY}"})
         assert right.status_code not in (401, 403) and KEY not in right.text

@@ -176,8 +176,10 @@ def validate_command(args: argparse.Namespace) -> int:
 
 
 def bench_command(args: argparse.Namespace) -> int:
+    from experiments import cluster
     from experiments.evidence import Row, document, print_rows, write_json, write_page
 
+    cluster.stay_on_loopback()  # before Ray is imported
     options = {"quick": args.quick} | ({"seconds": args.seconds} if args.name == "load" else {})
     if args.seconds is not None and args.name != "load":
         raise ValueError(f"--seconds {args.seconds:g} beside bench {args.name}; accepted: bench load alone")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from rollout.config import RolloutConfig
 from rollout.engine import Request
 from rollout.member import Errand, Member, brief
 from rollout.policy import Restart, Stop, decide
-from rollout.proofs import require_answers, require_distinct, require_handoff
+from rollout.proofs import dissenters, require_answers, require_distinct, require_handoff
 from rollout.turns import Turns
 from rollout.worker import CONTROL, RolloutWorker
 
@@ -142,19 +142,25 @@ class RolloutPool:
         update = Weights(manifest, buckets)
         refusals: dict[int, WeightError] = {}
 
+        def took(member: Member, report: HandoffReport) -> None:  # replicas are compared when all have reported
+            require_handoff(member.name, report, manifest, "", self._draft_digest)
+            update.reports[member.index] = report
+
         def refused(member: Member, error: WeightError) -> None:
             refusals[member.index] = error
 
         with self._turns:
             self._require_open()
             for member in self._members:
-                member.give(self._feed(update, refused))
+                member.give(replace(self._feed(update), accept=took, refused=refused))
             self._drive()  # a worker that died in the middle comes back with the old version
             if refusals and not update.reports:
                 raise next(iter(refusals.values()))
             self._current = update
+            refusals |= dissenters(update.reports)
             for member in self._members:
                 if member.index in refusals:
+                    update.reports.pop(member.index, None)
                     self._replace(member, Restart(brief(refusals[member.index]), 0.0))
                 elif member.index not in update.reports:
                     member.give(self._feed(update))
@@ -214,7 +220,7 @@ class RolloutPool:
                 "this run loaded it: the draft's files changed, or the servers differ"
             )
 
-    def _feed(self, weights: Weights, refused: Callable[[Member, WeightError], None] | None = None) -> Errand:
+    def _feed(self, weights: Weights) -> Errand:
         def accept(member: Member, report: HandoffReport) -> None:
             resident = next(iter(weights.reports.values()), report).resident_digest
             require_handoff(member.name, report, weights.manifest, resident, self._draft_digest)
@@ -223,7 +229,7 @@ class RolloutPool:
         def call(actor: Any) -> Any:
             return actor.update_weights.remote(weights.manifest, weights.buckets)
 
-        return Errand("feed", call, accept, refused=refused)
+        return Errand("feed", call, accept)
 
     def _probe(self) -> Errand:
         def accept(member: Member, healthy: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from miles_ext.errors import EngineError, RequestError, WeightError
 from miles_ext.records import Completion
@@ -49,6 +50,20 @@ def require_answers(
                 f"{worker} answered request {request.request_id} with the draft {one.draft_digest}; accepted: {draft}, "
                 "as it was loaded"
             )
+
+
+def dissenters(reports: Mapping[int, HandoffReport]) -> dict[int, WeightError]:
+    """Workers whose resident digest is not that of most of their replicas; all of them where no digest has most."""
+    digests = {worker: report.resident_digest for worker, report in reports.items()}
+    common, count = Counter(digests.values()).most_common(1)[0]
+    trusted = common if 2 * count > len(digests) else ""
+    return {
+        worker: WeightError(
+            f"resident digest {digest}; accepted: the same on every worker, found {sorted(digests.values())}"
+        )
+        for worker, digest in digests.items()
+        if digest != trusted
+    }
 
 
 def require_handoff(worker: str, report: HandoffReport, manifest: WeightManifest, resident: str, draft: str) -> None:

@@ -141,6 +141,7 @@ def pool_of(target: Path, draft: Path | None, *, start: bool = True, **changes: 
     """A pool of faulty workers; afterwards no process of any of its workers is left."""
     for name in (FAULTS, PROCESSES):
         target.with_name(name).mkdir(exist_ok=True)
+    others = len(living(target))
     arm: ArmKind = "dflash2" if draft else "regular"
     pool = RolloutPool(settings(**changes), arm, target, draft, SamplingSpec(), worker=Faulty)
     try:
@@ -149,17 +150,20 @@ def pool_of(target: Path, draft: Path | None, *, start: bool = True, **changes: 
         yield pool
     finally:
         pool.close()
-        gone(target, left=0)
+        gone(target, left=others)
 
 
 def gone(target: Path, left: int) -> None:
     """Wait until no more than `left` of all the processes that workers ever had are alive."""
     deadline = time.monotonic() + 30
-    while (alive := [pid for pid in _pids(target) if _is_alive(pid)]) and time.monotonic() < deadline:
-        if len(alive) <= left:
-            break
+    while len(living(target)) > left and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(alive) <= left, f"processes {alive} are left, accepted: {left}"
+    assert len(living(target)) <= left, f"processes {living(target)} are left, accepted: {left}"
+
+
+def living(target: Path) -> list[int]:
+    """Processes of workers that are alive."""
+    return [pid for file in target.with_name(PROCESSES).iterdir() if _is_alive(pid := int(file.name))]
 
 
 def inject(pool: RolloutPool, fault: str, *workers: int) -> None:
@@ -188,10 +192,6 @@ def answers(completions: Sequence[Completion]) -> list[tuple[str, list[int]]]:
 
 def versions(completions: Sequence[Completion]) -> set[int]:
     return set(np.concatenate([one.weight_version for one in completions]).tolist())
-
-
-def _pids(target: Path) -> list[int]:
-    return [int(file.name) for file in target.with_name(PROCESSES).iterdir()]
 
 
 def _is_alive(pid: int) -> bool:

@@ -68,7 +68,8 @@ def _own_conversion(args: Namespace, batch: Sequence[Sample], caller: FrameType 
 def require_manager(manager: Any) -> Any:
     for name, wanted in MANAGER.items():
         method = getattr(manager, name, None)
-        found = None if method is None else ", ".join(inspect.signature(method).parameters)
+        names = [] if method is None else [*inspect.signature(method).parameters]
+        found = ", ".join(name for name in names if name != "_ray_trace_ctx")  # Ray adds it
         if found != wanted:
             raise CapabilityError(
                 f"RolloutManager.{name} takes ({found}), wanted ({wanted}): the hook must be called by the rollout "
@@ -85,7 +86,7 @@ def carry_on(manager: Any) -> None:
 
     @wraps(split)
     def split_train_data_by_dp(data, dp_size):
-        import ray
+        import ray  # only where Ray already runs this
 
         # Each box holds a reference to a shard that is already in the object store.
         return [type(box)(ray.put(with_rows(ray.get(box.inner), data))) for box in split(data, dp_size)]

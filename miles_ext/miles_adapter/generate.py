@@ -17,7 +17,7 @@ from miles_ext.miles_adapter import samples
 from miles_ext.miles_adapter.arguments import add_arguments, spec_of
 from miles_ext.miles_adapter.samples import SampleRows
 from miles_ext.miles_adapter.versions import version
-from miles_ext.records import SupportRows
+from miles_ext.records import SupportKind, SupportRows
 from miles_ext.sampling import SamplingSpec
 from miles_ext.wire import request_fields, unpack
 
@@ -31,17 +31,20 @@ NEUTRAL = {
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     """--custom-generate-function-path. Evaluation samples as Miles does and records nothing.
 
-    What would make rows wrong also ends the rollout (`rollout.RolloutFn`): an exception here alone does not, Miles logs
-    it and samples another group.
+    An exception alone does not end a rollout: Miles logs it and samples another group. That is right for an engine that
+    died, which depends on no content; everything else is told to `rollout.RolloutFn`, which stops.
     """
     if input.evaluation:
         return await single_turn.generate(input)
     try:
         return await _generate(input)
-    except (ValueError, httpx.HTTPStatusError) as error:
-        watch = getattr(input.state, "sc_watch", None)
-        if watch is not None:
-            watch.fail(_in_words(error))
+    except httpx.HTTPError as error:
+        if isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error:
+            answer = error.response
+            _stop(input, CapabilityError(f"{answer.url} answers {answer.status_code}: {answer.text[:500]}"))
+        raise
+    except Exception as error:
+        _stop(input, error)
         raise
 
 
@@ -64,8 +67,10 @@ async def _generate(input: GenerateFnInput) -> GenerateFnOutput:
     payload, halted = endpoint.compute_request_payload(
         args, input_ids=input_ids, sampling_params=params, multimodal_inputs=sample.multimodal_inputs
     )
-    if payload is None:
+    if payload is None:  # no room for a token
         sample.status = halted
+        nothing = SampleRows(rows=SupportRows.empty(_kind(spec)), spec=spec, vocab_size=vocab_size)
+        samples.append(sample, nothing)
         return GenerateFnOutput(samples=sample)
 
     payload["return_logprob"] = False  # the rows hold the logprobs, of the law after its filters
@@ -89,11 +94,13 @@ def read_rows(answer: Any, spec: SamplingSpec, vocab_size: int) -> SupportRows:
     reason = meta.get("finish_reason") or {}
     if "sc" not in meta:
         if not ids and reason.get("type") == "abort":
-            return SupportRows.empty("head" if spec.capture == "head" else "complete")  # aborted while it waited
+            return SupportRows.empty(_kind(spec))  # aborted while it waited
         raise SupportError(
             f"a response of {len(ids)} tokens came back without the rows that were asked for: the router or the engine "
             "dropped custom_params.sc or meta_info.sc; use --use-miles-router, and load the plugin in every engine"
         )
+    if not isinstance(meta["sc"], dict):
+        raise SupportError(f"meta_info.sc is {str(meta['sc'])[:80]!r}; accepted: an object, as the plugin sends it")
     rows, _ = unpack(meta["sc"])
     if rows.kind != spec.capture:
         raise SupportError(f"rows of kind {rows.kind!r} came back; asked for: {spec.capture!r}")
@@ -105,7 +112,7 @@ def read_rows(answer: Any, spec: SamplingSpec, vocab_size: int) -> SupportRows:
 def _parts(answer: Any) -> tuple[Mapping[str, Any], list[int]]:
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     ids = answer.get("output_ids") if isinstance(answer, Mapping) else None
-    if not isinstance(meta, Mapping) or not isinstance(ids, list):
+    if not isinstance(meta, Mapping) or not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise SupportError(
             f"an answer without meta_info and output_ids: {str(answer)[:200]}; the address of the router must lead to "
             "sglang's /generate"
@@ -140,7 +147,11 @@ def proved_vocabulary(state: Any) -> int:
     return watch.proof.vocab_size
 
 
-def _in_words(error: ValueError | httpx.HTTPStatusError) -> Exception:
-    if isinstance(error, ValueError):
-        return error
-    return CapabilityError(f"{error.request.url} answers {error.response.status_code}: {error.response.text[:500]}")
+def _kind(spec: SamplingSpec) -> SupportKind:
+    return "head" if spec.capture == "head" else "complete"
+
+
+def _stop(input: GenerateFnInput, error: Exception) -> None:
+    watch = getattr(input.state, "sc_watch", None)
+    if watch is not None:
+        watch.fail(error)

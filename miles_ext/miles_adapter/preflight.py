@@ -90,7 +90,8 @@ def unlike(url: str, info: Mapping[str, Any], args: Namespace) -> list[str]:
     wrong = []
     for name in ASKED:
         asked = getattr(args, f"sglang_{name}", None)
-        if asked is not None and info.get(name) != asked:
+        unasked = asked is None or (asked is False and name not in info)
+        if not unasked and info.get(name) != asked:
             served = repr(info[name]) if name in info else "unknown to it"
             wrong.append(f"{url}: --sglang-{name.replace('_', '-')} {asked!r} was asked for, served is {served}")
     return wrong

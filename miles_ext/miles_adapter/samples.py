@@ -39,8 +39,11 @@ class SampleRows:
                 f"{where}: support row {int(np.argmax(failed))} has status {self.rows.status[failed][0]}; accepted: 0 "
                 "(1: the support exceeds sc_max_support, raise it; 2: the engine's logits are not finite)"
             )
+        ids = np.asarray(response, np.int64)
+        if len(ids) and not (0 <= ids.min() and ids.max() < self.vocab_size):
+            raise SupportError(f"{where}: token ids {ids.min()} to {ids.max()}; accepted: 0 to {self.vocab_size - 1}")
         try:
-            self.rows.check(np.asarray(response), self.vocab_size)
+            self.rows.check(ids, self.vocab_size)
         except SupportError as error:
             raise SupportError(f"{where}: {error}") from error
         return self

@@ -331,14 +331,14 @@ def test_a_prompt_that_leaves_no_room_has_no_rows(args, between, monkeypatch):
 
 def test_an_engine_that_dies_is_left_to_miles(args, between, monkeypatch):
     """It depends on no content: another group is sampled, and nothing is told to the watch."""
-    source = Prompts()
+    source, dying = Prompts(), [1, 2]
 
-    def once(answer):
-        if between.requests <= 2:
-            raise RuntimeError("the engine is gone")
+    def twice(answer):
+        if dying:
+            raise RuntimeError(f"the engine is gone {dying.pop()}")
         return answer
 
-    between.change_answer = once
+    between.change_answer = twice
     output, function = rollout(args, monkeypatch, source=source)
     assert len(output.samples) == 2 and function.state.sc_watch.error is None and source.given > 4
 

@@ -55,10 +55,10 @@ def record_handoff(
         opened.write(json.dumps(line) + "\n")
 
 
-def read_handoffs(arm_dir: Path) -> list[dict[str, Any]]:
-    """Lines of handoffs.jsonl in order of version; a version sent again (after a resume) counts once."""
-    file = arm_dir / HANDOFF_FILE
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+def read_handoffs(arm_dir: Path, file: str = HANDOFF_FILE) -> list[dict[str, Any]]:
+    """Lines of handoffs.jsonl (or of resumes.jsonl) in order of version; the last of a version counts."""
+    found = arm_dir / file
+    lines = found.read_text().splitlines(keepends=True) if found.exists() else []
     lines = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be cut short by a crash
     return [line for _, line in sorted({line["version"]: line for line in lines}.items())]
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.alarms import alarms_in
 from experiments.artifacts import (
     AUDIT_FILE,
     MANIFEST_FILE,
+    RESUME_FILE,
     START_FILE,
     arm_and_seed,
     arm_dirs,
@@ -22,7 +24,7 @@ from experiments.artifacts import (
     verify_manifest,
 )
 from experiments.comparison import pairing, summarise
-from experiments.config import load
+from experiments.config import ExperimentConfig, load
 from experiments.evidence import Row, all_of, at_least, at_most, print_rows, report, write_json
 from experiments.gradient_probe import ON_POLICY_GAP, probe_rows, read_probe
 from experiments.mismatch_audit import mismatch_rows
@@ -103,10 +105,12 @@ def metadata_rows(arm_dir: Path) -> list[Row]:
         {capability[name] for capability in start["capabilities"]} for name in ("vocab_size", "arm", "draft_digest")
     )
     handoffs = [(line["step"], line["version"]) for line in read_handoffs(arm_dir)]
+    staleness = arm_config(arm_dir).max_staleness
     total, laws, kinds, wrong = 0, 0, dict.fromkeys(Commit, 0), list[str]()
     for file in rollout_files(arm_dir):
         rollout = load_rollout(file)
-        served = max([start["weight_version"], *(version for step, version in handoffs if step < rollout.step)])
+        due = [version for step, version in handoffs if step < rollout.step - staleness]
+        served = max([start["weight_version"], *due])
         for index, trajectory in enumerate(rollout.trajectories):
             completion = trajectory.completion
             total += len(completion)
@@ -146,13 +150,14 @@ def complaints(trajectory: Trajectory, vocab: int, commits: set[Commit], draft: 
 
 
 def handoff_rows(arm_dir: Path) -> list[Row]:
-    """What was sent was received, replicas agree, and the draft's bytes are those of the start."""
-    handoffs = read_handoffs(arm_dir)
+    """What was sent was received, replicas agree, and the draft's bytes are those of the start; so after a resume."""
+    handoffs, again = read_handoffs(arm_dir), read_handoffs(arm_dir, RESUME_FILE)
     start = json.loads((arm_dir / START_FILE).read_text())
     drafts = {capability["draft_digest"] for capability in start["capabilities"]}
     speculative = start["capabilities"][0]["arm"] != "regular"
     wrong: list[str] = []
-    for line in handoffs:
+    first_sent = {line["version"]: line["sent_digest"] for line in handoffs}
+    for line in (*handoffs, *again):
         names = ("version", "received_digest", "resident_digest", "draft_digest")
         found = {name: {report[name] for report in line["reports"]} for name in names}
         checks = {
@@ -160,6 +165,7 @@ def handoff_rows(arm_dir: Path) -> list[Row]:
             "served version differs": found["version"] == {line["version"]},
             "replicas differ": len(found["resident_digest"]) == 1,
             "draft changed": found["draft_digest"] == drafts,
+            "sent again after a resume and different": line["sent_digest"] == first_sent.get(line["version"]),
         }
         wrong += [f"version {line['version']}: {complaint}" for complaint, holds in checks.items() if not holds]
     different = len({line["sent_digest"] for line in handoffs} - {start["weights_digest"]})
@@ -186,6 +192,9 @@ def training_rows(arm_dir: Path) -> list[Row]:
         all_of("gradients", int(held.sum()) if any(taught.values()) else 0, len(norms), detail, "steps"),
         Row("finite_metrics", bad, "non-finite", "0", bad == 0),
     ]
+    rang = alarms_in(series)
+    about = "; ".join(f"{word} at steps {steps[:8]}" for word, steps in rang.items()) or "none rang"
+    rows.append(report("alarms", sum(map(len, rang.values())), "", about))
     gap = float(np.mean(list(series["train/train_rollout_logprob_abs_diff"].values())))
     rows.append(at_most("logprob_gap", gap, MAX_LOGPROB_GAP, "nats", "mean over the steps"))
     claimed = settings_of(arm_dir)
@@ -204,6 +213,10 @@ def training_rows(arm_dir: Path) -> list[Row]:
 
 def settings_of(arm_dir: Path) -> dict[str, Any]:
     """The estimator's settings of this arm as the experiment's config resolves them."""
+    return arm_config(arm_dir).trainer.estimator.model_dump()
+
+
+def arm_config(arm_dir: Path) -> ExperimentConfig:
+    """The settings of this arm."""
     config, name = load(arm_dir.parent / "config.yaml"), arm_and_seed(arm_dir)[0]
-    arm = next(arm for arm in config.arms if arm.name == name)
-    return config.for_arm(arm).trainer.estimator.model_dump()
+    return config.for_arm(next(arm for arm in config.arms if arm.name == name))

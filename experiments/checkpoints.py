@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from experiments.ahead import FIRST_VERSION, Sampled
 from experiments.artifacts import (
     AUDIT_FILE,
     HANDOFF_FILE,
@@ -20,7 +23,8 @@ from experiments.artifacts import (
     read_handoffs,
     write_whole,
 )
-from experiments.rollouts import rollout_file, rollout_files
+from experiments.config import CheckpointConfig
+from experiments.rollouts import load_rollout, rollout_file, rollout_files, save_rollout
 from experiments.tracking import METRICS_FILE
 from miles_ext.errors import CheckpointError
 from miles_ext.weights import WeightManifest
@@ -30,7 +34,6 @@ from trainer.worker import TrainerGroup
 FOLDER = "checkpoints"
 POINT_FILE = "run.json"
 GROWING = (METRICS_FILE, HANDOFF_FILE)
-FIRST_VERSION = 1  # the trainer's weights before any update, handed over so that q is proved to be theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,13 @@ class Point:
     """Where an arm stands: so many steps are done. wandb_id: "" where W&B knows nothing of it yet.
 
     record: the files that grow with every step, as they were then: bytes, and the SHA-256 of those.
+    ahead: seconds that sampling took, of each rollout that is still to be trained on, in order of step.
     """
 
     step: int = 0
     wandb_id: str = ""
     record: dict[str, tuple[int, str]] = field(default_factory=dict)
+    ahead: list[float] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -124,8 +129,17 @@ def begin(arm_dir: Path, wandb_id: str) -> None:
     write_whole(arm_dir / POINT_FILE, json.dumps(asdict(Point(0, wandb_id))) + "\n")
 
 
-def save(trainer: TrainerGroup, arm_dir: Path, step: int, wandb_id: str, keep: int) -> None:
+def due(config: CheckpointConfig, done: int, steps: int) -> bool:
+    """Whether a checkpoint belongs after `done` of `steps` steps."""
+    return done == steps or bool(config.every and done % config.every == 0)
+
+
+def save(
+    trainer: TrainerGroup, arm_dir: Path, step: int, wandb_id: str, keep: int, ahead: Sequence[Sampled] = ()
+) -> None:
     """A checkpoint of weights, optimizer, random state and point; written whole, then older ones are removed.
+
+    ahead: rollouts that were sampled and are still to be trained on; they go with it.
 
     What the arm wrote so far reaches the disk first: no checkpoint is ahead of its own record.
     """
@@ -133,19 +147,27 @@ def save(trainer: TrainerGroup, arm_dir: Path, step: int, wandb_id: str, keep: i
         with (arm_dir / name).open("rb") as file:
             os.fsync(file.fileno())
     sizes = {name: (arm_dir / name).stat().st_size for name in GROWING}
-    point = Point(step, wandb_id, {name: (size, _sha256(arm_dir / name, size)) for name, size in sizes.items()})
+    record = {name: (size, _sha256(arm_dir / name, size)) for name, size in sizes.items()}
+    point = Point(step, wandb_id, record, [sampled.seconds for sampled in ahead])
     beside = arm_dir / FOLDER / "beside.partial"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     (beside / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
+    for sampled in ahead:
+        nothing = np.zeros(len(sampled.trajectories))
+        save_rollout(_ahead(beside, sampled.step), sampled.step, sampled.trajectories, nothing)
     trainer.save(point.folder(arm_dir), beside)
     checkpoint.prune(arm_dir / FOLDER, keep)
 
 
-def restore(trainer: TrainerGroup, arm_dir: Path, point: Point) -> None:
-    """Load the checkpoint of `point`; nothing to do before the first step."""
+def restore(trainer: TrainerGroup, arm_dir: Path, point: Point) -> list[Sampled]:
+    """Load the checkpoint of `point`; the rollouts that were sampled ahead. Nothing before the first step."""
     if point.step:
         trainer.load(point.folder(arm_dir))
+    rollouts = [
+        load_rollout(_ahead(point.folder(arm_dir), point.step + number)) for number in range(len(point.ahead))
+    ]
+    return [Sampled(r.step, r.trajectories, seconds) for r, seconds in zip(rollouts, point.ahead, strict=True)]
 
 
 def require_same(arm_dir: Path, manifest: WeightManifest, drafts: set[str]) -> None:
@@ -169,12 +191,16 @@ def _read(file: Path) -> Point:
     try:
         known: dict[str, Any] = json.loads(file.read_text())
         record = {name: (int(known["record"][name][0]), str(known["record"][name][1])) for name in known["record"]}
-        point = Point(step=int(known["step"]), wandb_id=str(known["wandb_id"]), record=record)
+        point = Point(int(known["step"]), str(known["wandb_id"]), record, [float(each) for each in known["ahead"]])
         if point.step and record.keys() != set(GROWING):
             raise ValueError(f"it tells of {sorted(record)} and not of {sorted(GROWING)}")
         return point
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} does not say where the arm stood: {error}; use an earlier one") from error
+
+
+def _ahead(folder: Path, step: int) -> Path:
+    return folder / f"ahead-{step:06d}.safetensors"
 
 
 def _sha256(file: Path, size: int) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.alarms import ADVICE, alarms_in
 from experiments.artifacts import MANIFEST_FILE, START_FILE, arm_and_seed, arm_dirs, read_handoffs
 from experiments.evidence import figure
 from experiments.rollouts import load_rollout, rollout_files
@@ -52,6 +53,7 @@ def summarise(arm_dir: Path) -> dict[str, Any]:
     return {
         "name": arm_dir.name, "arm": arm, "seed": seed, "state": state, "failure": failure,
         "steps": len(rewards), "non_finite": int(sum(series.get("non_finite", {}).values())),
+        "skipped_updates": int(sum(series.get("train/skipped_updates", {}).values())), "alarms": alarms_in(series),
         "eval": _before_after(series.get("eval/reward", {}), finished=state == "finished"),
         "reward": _spread(rewards) | {"last_quarter": _last_quarter(rewards)},
         "tokens_per_s": _spread(series.get("rollout/tokens_per_s", {})),
@@ -119,7 +121,17 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
             console.print(
                 f"{arm['name']} {arm['state']} after {arm['steps']} steps: {arm['failure']}", style="red", markup=False
             )
+        for line in alarm_lines(arm):
+            console.print(line, style="yellow", markup=False, highlight=False)
     console.print(pairing_sentence(comparison["pairing"]), markup=False, highlight=False)
+
+
+def alarm_lines(arm: dict[str, Any]) -> list[str]:
+    """One sentence for each alarm that rang in an arm."""
+    return [
+        f"{arm['name']} alarm {word}: {len(steps)} steps, first {steps[0]}, last {steps[-1]}; {ADVICE[word]}"
+        for word, steps in arm["alarms"].items()
+    ]
 
 
 def ending(arm: dict[str, Any]) -> str:

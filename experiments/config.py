@@ -113,6 +113,25 @@ class CheckpointConfig(Section):
     """Checkpoints of an arm that stay on disk."""
 
 
+class AlarmConfig(Section):
+    """When a step is worth a warning: metrics alarm/*, on the console, in W&B and in the report; nothing is stopped."""
+
+    window: int = Field(default=8, ge=1)
+    """Steps that reward and accept length are averaged over; they are judged from the second window on."""
+    reward_drop: float = Field(default=0.5, ge=0)
+    """Rings where mean reward falls below its best window by more than this part of it; 0 is off."""
+    accept_drop: float = Field(default=0.3, ge=0)
+    """The same for the accept length."""
+    logprob_gap: float = Field(default=0.25, ge=0)
+    """Rings where trainer and sampler differ by more on a sampled token, in nats."""
+    entropy_low: float = Field(default=1e-3, ge=0)
+    """Rings where the entropy of the trainer's law falls below, in nats."""
+    entropy_high: float = Field(default=1e3, ge=0)
+    """Rings where it rises above, in nats."""
+    untrainable: float = Field(default=1e-3, ge=0, le=1)
+    """Rings where a larger part of the groups so far was left out for its content (trainer.content_failure)."""
+
+
 class ArmConfig(Section):
     """One side of the comparison."""
 
@@ -136,6 +155,9 @@ class ExperimentConfig(Section):
     """Each seed gives every arm its prompts and draws."""
     steps: int = Field(default=40, ge=1)
     """Rollouts, each followed by trainer.updates_per_rollout updates and a handoff; the audit asks for two at least."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps that sampling runs ahead of training, and so the handoffs by which a rollout's weights are older than those
+    that train on it; 0 samples and trains in turn."""
     output_dir: Path = Path("runs")
     """Results go to output_dir/name."""
     save_support: Literal["audited", "all"] = "audited"
@@ -148,6 +170,7 @@ class ExperimentConfig(Section):
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    alarms: AlarmConfig = AlarmConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
 
@@ -184,6 +207,11 @@ class ExperimentConfig(Section):
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
                 raise ValueError(f"{plural} {', '.join(twice)} occur twice; accepted: each once")
+        if self.max_staleness and self.rollout.mismatch.lag:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness} beside rollout.mismatch.lag {self.rollout.mismatch.lag}; "
+                "accepted: one of them above 0"
+            )
         if self.sampling.capture == "off":
             raise ValueError("sampling.capture is 'off': training needs the recorded laws; set it to complete or head")
         if self.task.samples == 1 and self.trainer.advantage != "raw":

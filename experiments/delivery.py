@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -33,15 +34,15 @@ class Delivery:
         self._trainer, self._pool, self._folder = trainer, pool, folder
         self._dtype, self._transform = config.rollout.dtype, mismatch.transform(seed)
         self._waiting: deque[tuple[WeightManifest, Sequence[ray.ObjectRef]]] = deque(maxlen=mismatch.lag + 1)
-        self._served = -1
+        self._exported = -1
 
     @property
     def alters(self) -> bool:
         """Whether the engines serve anything but the newest weights as they are."""
         return bool(self._transform) or self._waiting.maxlen != 1
 
-    def hand_over(self, step: int, version: int, *, again: bool = False) -> list[HandoffReport]:
-        """Export `version`; hand over the one that is due after `step` where the engines do not serve it yet.
+    def prepare(self, step: int, version: int, *, again: bool = False) -> Callable[[], list[HandoffReport]]:
+        """Export `version`; what hands over the one that is due after `step` where the engines do not serve it yet.
 
         again: it is a checkpoint's, and was handed over after `step` before the run was interrupted. CheckpointError
         where a lag is declared: a checkpoint holds no older weights.
@@ -55,7 +56,10 @@ class Delivery:
         self._waiting.append((replace(manifest, transform=self._transform), buckets))
         due, buckets = self._waiting[0]
         file = RESUME_FILE if again else HANDOFF_FILE
-        return self._deliver(step, due, buckets, file) if due.version > self._served else self.reports
+        if due.version == self._exported:
+            return lambda: self.reports
+        self._exported = due.version
+        return partial(self._deliver, step, due, buckets, file)
 
     def hand_over_plain(self, step: int, version: int) -> list[HandoffReport]:
         """The trainer's own weights, now and untransformed: to judge what was trained."""
@@ -65,6 +69,5 @@ class Delivery:
         self, step: int, manifest: WeightManifest, buckets: Sequence[ray.ObjectRef], file: str = HANDOFF_FILE
     ) -> list[HandoffReport]:
         self.manifest, self.reports = manifest, self._pool.update_weights(manifest, buckets)
-        self._served = manifest.version
         record_handoff(self._folder, step, self.manifest, self.reports, file)
         return self.reports

@@ -43,6 +43,7 @@ PANELS = (
     Panel("Gradient norm", ("train/grad_norm",), "before clipping"),
     Panel("Entropy", ("train/entropy",), "of the trainer's law, nats"),
     Panel("Handoff", ("perf/update_weights_time", "handoff/seconds"), "seconds"),
+    Panel("Staleness", ("rollout/staleness_mean",), "handoffs between sampling and training, a token"),
     Panel("Step time", ("perf/step_time",), "seconds"),
 )
 

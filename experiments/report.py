@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from experiments.artifacts import arm_dirs
-from experiments.comparison import HEADLINES, compare, ending, pairing_sentence
+from experiments.comparison import HEADLINES, alarm_lines, compare, ending, pairing_sentence
 from experiments.evidence import figure, versions
 from experiments.plots import PANELS, draw, key, read_series
 
@@ -28,6 +28,7 @@ def write_report(run_dir: Path) -> Path:
         headings=[heading for heading, _, _ in HEADLINES],
         rows=[_row(arm, list(series).index(arm["arm"])) for arm in comparison["arms"]],
         keys=[(name, key(number)) for number, name in enumerate(series)],
+        alarms=[line for arm in comparison["arms"] for line in alarm_lines(arm)],
         endings=[ending(arm) for arm in comparison["arms"] if arm["state"] != "finished"],
         paired=comparison["pairing"]["paired"],
         pairing=pairing_sentence(comparison["pairing"]),

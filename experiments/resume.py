@@ -13,9 +13,9 @@ from experiments.config import CONFIG_FILE, ExperimentConfig, dump, load, number
 
 # Settings that change no token and no weight: what a run may be continued under.
 MAY_DIFFER = (
-    "name", "output_dir", "wandb_mode", "wandb_project", "checkpoint.", "trainer.timeout_s", "trainer.cpus_per_worker",
-    "trainer.gpus_per_worker", "rollout.cpus_per_worker", "rollout.gpus_per_worker", "rollout.request_timeout_s",
-    "rollout.max_restarts",
+    "name", "output_dir", "wandb_mode", "wandb_project", "checkpoint.", "alarms.", "trainer.timeout_s",
+    "trainer.max_skipped_updates", "trainer.cpus_per_worker", "trainer.gpus_per_worker", "rollout.cpus_per_worker",
+    "rollout.gpus_per_worker", "rollout.request_timeout_s", "rollout.max_restarts",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO, get_args
 WandbMode = Literal["offline", "online", "disabled"]
 METRICS_FILE = "metrics.jsonl"
 # Every namespace of a metric name, and the key W&B draws it against.
-STEP_KEYS = {"train": "train/step", "sc": "train/step"} | {
+STEP_KEYS = {"train": "train/step", "sc": "train/step", "alarm": "train/step"} | {
     name: "rollout/step" for name in ("rollout", "spec", "handoff", "perf", "eval")
 }
 WALL_CLOCK = ("perf/", "rollout/tokens_per_s", "handoff/seconds")

@@ -84,6 +84,9 @@ class TrainerConfig(BaseModel):
     """Every token weighs the same, or every sequence does."""
     content_failure: Literal["stop", "drop_group"] = "stop"
     """What a support overflow or an invalid row does: end the run, or make the prompt's whole group untrainable."""
+    max_skipped_updates: int = Field(default=0, ge=0)
+    """Updates of an arm that are left out, the weights untouched, because a loss or a gradient is not finite; one more
+    ends the arm."""
     bucket_mb: float = Field(default=256.0, gt=0)
     """Weights travel to the engines in buckets of this many MiB at most."""
     estimator: EstimatorSettings = EstimatorSettings()

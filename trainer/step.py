@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,12 +28,14 @@ def train_step(
     temperature: float,
     step: int = 0,
     probe: Path | None = None,
+    skips: int = 0,
 ) -> dict[str, float]:
     """Train on one rollout; metrics are global and the same on every rank. Collective over the backend's ranks.
 
     temperature: the sampler's, > 0. probe: folder for the logit gradients of the last update and the weights before
-    it. Raises SupportError for rows that must not be trained on, TrainingError where a loss or a gradient is not
-    finite; the update it names was not applied.
+    it. skips: updates that may be left out because a loss or a gradient is not finite (train/skipped_updates).
+    Raises SupportError for rows that must not be trained on, TrainingError for the update after those; neither it nor
+    what was left out is applied.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; accepted: > 0, the temperature of the rollout")
@@ -43,8 +46,15 @@ def train_step(
     for part in parts:
         batches = micro_batches(trajectories, part, values, config, backend.data_rank, backend.data_size)
         here = Probe(batches, probe) if probe is not None and part is parts[-1] else None
-        updates.append(update(backend, batches, config, temperature, here, step))
-    return {**merge(updates), "rollout/untrainable_groups": float(len(dropped))}
+        try:
+            updates.append(update(backend, batches, config, temperature, here, step))
+        except TrainingError as error:
+            skips -= 1
+            if skips < 0:
+                raise
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+    counted = {"train/skipped_updates": float(len(parts) - len(updates))}
+    return {**merge(updates), **counted, "rollout/untrainable_groups": float(len(dropped))}
 
 
 def rollout_advantages(trajectories: Sequence[Trajectory], kept: Ints, config: TrainerConfig) -> Floats:
@@ -109,7 +119,13 @@ def refuse(backend: Backend, found: dict[str, float], norm: float) -> None:
 
 
 def merge(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step: token means over the loss tokens of all updates, the rest as means over updates."""
+    """Metrics of a step: token means over the loss tokens of all updates, the rest as means over updates.
+
+    NaN where every update was left out: nothing was measured.
+    """
+    if not updates:
+        names = ("train/loss", "train/grad_norm", "train/lr", *TOKEN_MEANS)
+        return {**dict.fromkeys(names, math.nan), "train/updates": 0.0}
     tokens = sum(update["tokens"] for update in updates)
     return {
         "train/loss": sum(update["loss"] for update in updates) / len(updates),

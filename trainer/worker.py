@@ -46,11 +46,12 @@ class TrainerWorker:
         self.backend = _backend(config, target, rank, world_size)
 
     def train(
-        self, trajectories: Sequence[Trajectory], *, temperature: float, step: int = 0, probe: Path | None = None
-    ) -> dict[str, float]:
+        self, trajectories: Sequence[Trajectory], *, temperature: float, step: int = 0, probe: Path | None = None,
+        skips: int = 0,
+    ) -> dict[str, float]:  # fmt: skip
         """See trainer.step.train_step; adds perf/train_rss_mb, the largest resident size of any rank so far."""
         metrics = train_step(
-            self.backend, trajectories, self.config, temperature=temperature, step=step, probe=probe
+            self.backend, trajectories, self.config, temperature=temperature, step=step, probe=probe, skips=skips
         )
         sizes = torch.zeros(self.backend.world_size)
         sizes[self.backend.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -121,11 +122,11 @@ class TrainerGroup:
 
     def train(
         self, trajectories: Sequence[Trajectory] | ray.ObjectRef, *, temperature: float, step: int = 0,
-        probe: Path | None = None,
+        probe: Path | None = None, skips: int = 0,
     ) -> dict[str, float]:  # fmt: skip
         """Metrics of one train step, the same on all ranks; the trajectories go into the object store once."""
         shared = trajectories if isinstance(trajectories, ray.ObjectRef) else ray.put(trajectories)
-        return self._all("train", shared, temperature=temperature, step=step, probe=probe)[0]
+        return self._all("train", shared, temperature=temperature, step=step, probe=probe, skips=skips)[0]
 
     def share(self, version: int, dtype: str) -> tuple[WeightManifest, list[ray.ObjectRef]]:
         """Rank 0's manifest, and a reference to each bucket; they live as long as the group."""

@@ -50,18 +50,25 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(models, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        local.local(patch)
-        folder, said = local.run(local.settings(models, tmp_path_factory.mktemp("whole")))
-    assert len(said) == local.STEPS
-    return local.evidence(folder), local.prompts_trained(folder)
+    """By staleness: what a run leaves, and the prompts that it trained on."""
+    found = {}
+    for staleness in (0, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            local.local(patch)
+            config = local.settings(models, tmp_path_factory.mktemp("whole"), max_staleness=staleness)
+            folder, said = local.run(config)
+        assert not any("FAILED" in line for line in said), said
+        found[staleness] = local.evidence(folder), local.prompts_trained(folder)
+    assert found[0][0]["metrics"] != found[2][0]["metrics"]
+    return found
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_at_a_phase(phase, models, uninterrupted, tmp_path, monkeypatch):
+def test_killed_at_a_phase(phase, staleness, models, uninterrupted, tmp_path, monkeypatch):
     """SIGKILL: nothing is unwound, closed or flushed."""
     local.local(monkeypatch)
-    config = local.settings(models, tmp_path)
+    config = local.settings(models, tmp_path, max_staleness=staleness)
     ended = in_child(lambda: die_at(phase, lambda: os.kill(os.getpid(), signal.SIGKILL), config))
     assert ended == -signal.SIGKILL
     require_equal(config, uninterrupted)
@@ -84,9 +91,10 @@ def test_interrupted_at_a_phase(phase, models, uninterrupted, tmp_path, monkeypa
 @pytest.mark.parametrize("trial", range(6))
 def test_killed_at_a_random_moment_again_and_again(trial, models, uninterrupted, tmp_path, monkeypatch):
     local.local(monkeypatch)
-    config, rng = local.settings(models, tmp_path), random.Random(trial)
+    changes = {"max_staleness": 2 * (trial % 2)}
+    config, rng = local.settings(models, tmp_path, **changes), random.Random(trial)
     started = time.perf_counter()
-    assert in_child(lambda: local.run(local.settings(models, tmp_path / "timed"))) == 0
+    assert in_child(lambda: local.run(local.settings(models, tmp_path / "timed", **changes))) == 0
     whole = time.perf_counter() - started
     kills = sum(
         in_child(lambda: local.run(config), kill_after=rng.uniform(0.1, 0.6) * whole) == -signal.SIGKILL
@@ -98,7 +106,7 @@ def test_killed_at_a_random_moment_again_and_again(trial, models, uninterrupted,
 
 def require_equal(config, uninterrupted) -> None:
     """Resume and compare; every prompt was trained on once, in order, and no part of a file is left."""
-    evidence, prompts = uninterrupted
+    evidence, prompts = uninterrupted[config.max_staleness]
     folder, said = local.run(config)
     assert not any("FAILED" in line for line in said), said
     assert local.evidence(folder) == evidence

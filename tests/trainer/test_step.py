@@ -91,7 +91,8 @@ def test_padding_never_leaks(target, rollouts, float64_backend):
 
 
 def test_metrics_are_constant_in_name_and_finite(target, rollouts):
-    keys = {"train/loss", "train/grad_norm", "train/lr", "train/updates", "rollout/untrainable_groups", *TOKEN_MEANS}
+    keys = {"train/loss", "train/grad_norm", "train/lr", "train/updates", "train/skipped_updates"}
+    keys |= {"rollout/untrainable_groups", *TOKEN_MEANS}
     for law, heat, centering in product(LAWS, TEMPERATURES, ("on", "off", "diagnose")):
         config = TrainerConfig.model_validate({"estimator": {"mode": "tis", "centering": centering}})
         found = train_step(TorchBackend(config, target), rollouts[law, heat], config, temperature=heat)

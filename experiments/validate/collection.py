@@ -106,6 +106,7 @@ def _arm_rows(context: Context, arm: ArmKind) -> list[Row]:
                 failures.append(f"{case.name}: {error}")
         # sglang passes over the names of its own mask on this route.
         kinds = (0, 1) if engines.name == "embedded" else (1,)
+        behind = adapter(context, arm, bases["router"], own) if engines.name == "sglang" else []
         completions = sum(_completion_is_refused(client, packed) for client in clients.values() for packed in kinds)
         plain = [Case("router", dialect, "head32", "eos") for dialect in DIALECTS]
         lost = sum(_refuses(lambda case=case: ask(clients["router"], case, carry=False)) for case in plain)
@@ -121,8 +122,22 @@ def _arm_rows(context: Context, arm: ArmKind) -> list[Row]:
         all_of(name, total - len(failures), total, "; ".join(failures) or f"{count} rows, each equal to the engine's"),
         all_of(f"{name}/control_shifted", by_contract, total, "control: rows shifted by one token are refused"),
         all_of(f"{name}/control_completions", completions, routes, "control: rows of /v1/completions get HTTP 400"),
+        *behind,
         all_of(f"{name}/control_router", lost, 2, "control: fields that the router drops are missed by the client"),
     ]
+
+
+def adapter(context: Context, arm: ArmKind, router: str, own: dict[tuple[str, str], Completion]) -> list[Row]:
+    """The engine of a run with its responses asked of the router, against the same without."""
+    engine, same = context.engines.open(arm, "trained", max_concurrency=4, router=router), 0
+    for wanted, alone in own.items():
+        (found,) = context.engines.replay(engine, [Case("", "", *wanted).request])
+        equal = [np.array_equal(found.response_ids, alone.response_ids), np.array_equal(found.commit, alone.commit)]
+        if found.support is not None and alone.support is not None:
+            equal.append(np.array_equal(found.support.token_ids, alone.support.token_ids))
+            equal.append(np.array_equal(found.support.logprobs, alone.support.logprobs))
+        same += len(equal) == 4 and all(equal)
+    return [all_of(f"collection/{arm}/adapter", same, len(own), "as without the router, bit for bit")]
 
 
 def ask(client: httpx.Client, case: Case, carry: bool | None = None) -> Reply:

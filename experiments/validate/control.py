@@ -1,5 +1,5 @@
 """Row `control`: without capture the engine is the same engine, and its law is that of stock code wherever both agree
-by design. Stock is transformers' own sampling processors on the same raw logits."""
+by design. Stock is transformers' own sampling processors on the same raw logits; of sglang, see `on_sglang.control`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from experiments.evidence import Row, all_of, at_least, at_most, must_fail, report
 from experiments.validate.alignment import CONTEXT, SLOTS, varied_requests
 from experiments.validate.engines import Sample
+from experiments.validate.on_sglang import control as on_sglang
+from experiments.validate.on_sglang.engines import SglangEngines
 from experiments.validate.settings import Context, Setting
 from miles_ext.capability import ArmKind
 from miles_ext.law import law
@@ -21,6 +23,8 @@ LIMIT, MIN_SAME = 6.1e-8, 0.9
 
 
 def rows(context: Context) -> list[Row]:
+    if isinstance(context.engines, SglangEngines):
+        return on_sglang.rows(context, context.engines)
     found, other = [], 0.0
     settings = context.settings_of(context.engines.vocab_size)
     for arm in context.engines.arms:

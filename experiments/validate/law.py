@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.evidence import Row, must_fail
+from experiments.evidence import Row, must_fail, report
 from experiments.validate.settings import Context
 from miles_ext.capability import ArmKind
 from miles_ext.records import Completion, SupportRows
@@ -32,9 +32,14 @@ Pairs = NDArray[np.int64]
 
 
 def rows(context: Context) -> list[Row]:
-    count, found = context.pick(5_000, 20_000), []
+    count, found = context.pick(5_000, 20_000, served=(1_500, 5_000)), []
     for number, (name, fields) in enumerate(LAWS.items()):
         if context.quick and name in FULL_ONLY:
+            continue
+        order = fields.get("filter_order", "top_k_first")
+        if context.engines.order not in (None, order):
+            why = f"these servers sample in order {context.engines.order}; the row filters proves the other"
+            found.append(report(f"law/{name}", 0, "not shown", why))
             continue
         first, second = (draw(context, "regular", fields, count, 10 * number + half) for half in (0, 1))
         pooled = np.concatenate([first, second])

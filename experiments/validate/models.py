@@ -30,7 +30,7 @@ def make_spread(folder: Path, vocab: int, tokenizer_of: Path | None = None) -> P
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": HIDDEN,
         "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-        "max_position_embeddings": 256, "attention_bias": False, "tie_word_embeddings": False, "dtype": "float32",
+        "max_position_embeddings": 512, "attention_bias": False, "tie_word_embeddings": False, "dtype": "float32",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(20)
 

@@ -59,7 +59,10 @@ class Context:
     samples: dict[tuple[str, str, str], Sample] = field(default_factory=dict)
     running: dict[str, Popen[bytes]] = field(default_factory=dict)
 
-    def pick(self, quick: int, full: int) -> int:
+    def pick(self, quick: int, full: int, served: tuple[int, int] | None = None) -> int:
+        """served: the two numbers for a server, which takes a second for what the embedded engine does at once."""
+        if served is not None and self.engines.name == "sglang":
+            quick, full = served
         return quick if self.quick else full
 
     def sample(self, arm: ArmKind, setting: Setting, model: Model = "spread") -> Sample:

@@ -1,18 +1,22 @@
 """Row `throughput`: what speculation gains with capture on, and what capture costs; reported with every outlier.
 
-The workload and the timing are those of `bench rollout`: eight concurrent responses, three repeats, arms in turns.
+The workload and the timing are those of `bench rollout`: eight concurrent responses, three repeats, arms in turns. A
+server is timed by the clock on the wall, HTTP and decoding included.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
 
 from experiments.bench import rollout
-from experiments.bench.rollout import Run
+from experiments.bench.rollout import LENGTH, Run
 from experiments.evidence import Row, report
 from experiments.validate.settings import Context
+from miles_ext.sampling import SamplingSpec
 
 REPEATS = 3
 
@@ -20,9 +24,12 @@ REPEATS = 3
 def rows(context: Context) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    specs, length = dict.fromkeys(s for pair in rollout.CAPTURES.values() for s in pair), context.pick(48, LENGTH)
     try:
-        specs = dict.fromkeys(spec for pair in rollout.CAPTURES.values() for spec in pair)
-        runs = rollout.measure(rollout.load_engines(), list(specs), REPEATS, context.pick(48, rollout.LENGTH))
+        if context.engines.name == "sglang":
+            runs = served(context, list(specs), length)
+        else:
+            runs = rollout.measure(rollout.load_engines(), list(specs), REPEATS, length)
     finally:
         torch.set_num_threads(threads)
 
@@ -38,6 +45,20 @@ def rows(context: Context) -> list[Row]:
                 found.append(report(f"throughput/accept_length {arm} {capture}", median(lengths), "tokens a step"))
             found.append(ratio(f"throughput/capture_on_over_off {arm} {capture}", of(arm, on), of(arm, off)))
     return found
+
+
+def served(context: Context, specs: Sequence[SamplingSpec], length: int) -> list[Run]:
+    """As `bench.rollout.measure`, of servers."""
+    engines, runs = {arm: context.engines.open(arm, "trained", max_concurrency=8) for arm in rollout.ARMS}, []
+    for repeat in range(-1, REPEATS):
+        for spec in specs if repeat % 2 else specs[::-1]:
+            for arm, engine in engines.items():
+                started = time.perf_counter()
+                done = engine.generate(rollout.requests(spec, max(repeat, 0), length=length))
+                seconds = time.perf_counter() - started
+                tokens, steps = sum(map(len, done)), sum(one.spec.live_steps for one in done)
+                runs.append(Run(arm, spec, repeat, tokens / seconds, (tokens - len(done)) / steps))
+    return [run for run in runs if run.repeat >= 0]
 
 
 def ratio(name: str, over: list[Run], under: list[Run]) -> Row:

@@ -16,6 +16,9 @@ TOP_K_OFF = 1 << 30  # sglang's spelling of "no top-k"
 def after_create_request(request: Any, scheduler: Any, received: Any, *_args: Any, **_rest: Any) -> None:
     message = refusal(request, inspect_worker(scheduler))
     if message:
+        # sglang prefills one token of a refused request all the same: nothing may be recorded of it, least of all with
+        # numbers that were just refused.
+        request.sampling_params.custom_params = None
         request.set_finish_with_abort(message)
 
 

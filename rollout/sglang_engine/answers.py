@@ -18,7 +18,8 @@ from rollout.engine import Request
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What every answer of one server shares. eos_ids: tokens at which it ends a response unless told not to."""
+    """What every answer of one server shares. eos_ids: tokens at which it ends a response unless told not to.
+    carried: a router stands before it, which forwards `session_params` and no `custom_params`."""
 
     engine_id: str
     draft_digest: str
@@ -26,6 +27,7 @@ class Served:
     context_length: int
     eos_ids: frozenset[int]
     seeded: bool
+    carried: bool = False
 
 
 def body(request: Request, served: Served) -> dict[str, Any]:
@@ -43,8 +45,10 @@ def body(request: Request, served: Served) -> dict[str, Any]:
         "top_k": spec.top_k or -1,
         "top_p": spec.top_p,
         "max_new_tokens": min(request.max_new_tokens, room),
-        "custom_params": {"sc": request_fields(spec)},
     }
+    extension = {"custom_params": {"sc": request_fields(spec)}}
+    if not served.carried:
+        params |= extension
     if request.stop_ids:
         params["stop_token_ids"] = list(request.stop_ids)
     else:
@@ -54,7 +58,8 @@ def body(request: Request, served: Served) -> dict[str, Any]:
     if served.seeded:
         params["sampling_seed"] = spec.seed
     name = f"{request.request_id}~{uuid.uuid4().hex[:12]}"  # an abandoned twin may still be decoding
-    return {"input_ids": request.prompt_ids.tolist(), "sampling_params": params, "rid": name}
+    placed = {"session_params": extension} if served.carried else {}
+    return {"input_ids": request.prompt_ids.tolist(), "sampling_params": params, "rid": name, **placed}
 
 
 def completion(request: Request, answer: Mapping[str, Any], served: Served) -> Completion:

@@ -13,7 +13,8 @@ from miles_ext.errors import CapabilityError, EngineError, RequestError
 
 
 class Client:
-    """url: the server's address. timeout_s: silence on one call after which the server counts as failed.
+    """url: the server's address. router: where `generate` asks instead.
+    timeout_s: silence on one call after which the server counts as failed.
     api_key: sent with every call where it is not empty.
 
     Raises RequestError with the server's own words for HTTP 400, CapabilityError where it refuses the key (401, 403),
@@ -21,9 +22,10 @@ class Client:
     JSON.
     """
 
-    def __init__(self, url: str, timeout_s: float, concurrency: int, api_key: str = "") -> None:
+    def __init__(self, url: str, timeout_s: float, concurrency: int, api_key: str = "", router: str = "") -> None:
         self._headers = headers(api_key)
         self.url, self._timeout, self._concurrency = url.rstrip("/"), timeout_s, concurrency
+        self._router = router.rstrip("/") or self.url
         self.answers = 0  # received by `generate`
 
     def get(self, path: str) -> Any:
@@ -57,7 +59,9 @@ class Client:
             keepalive_expiry=1.0,  # sglang drops an idle connection after 5 s, with whatever is on its way to it
         )  # fmt: skip
         timeout = httpx.Timeout(self._timeout, pool=None)  # a request may wait for its turn as long as others take
-        async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, headers=self._headers) as http:
+        async with httpx.AsyncClient(
+            base_url=self._router, timeout=timeout, limits=limits, headers=self._headers
+        ) as http:
             tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
                 return await asyncio.gather(*tasks)

@@ -63,6 +63,9 @@ class SglangConfig(BaseModel):
     """Servers to attach to, one a worker, instead of starting them; they must run the plugin."""
     api_key_file: Path | None = None
     """File with the API key of those servers; null takes MILES_EXT_API_KEY where a worker's environment has it."""
+    router: str = ""
+    """A sglang-router in front of all workers: responses are asked of it, all else of each server itself. Start it with
+    --disable-circuit-breaker --disable-retries: it takes refusals for a broken server."""
     args: Annotated[tuple[str, ...], AfterValidator(_free_flags)] = ()
     """More flags of sglang.launch_server."""
     environment: Annotated[dict[str, str], AfterValidator(_no_secrets)] = {}

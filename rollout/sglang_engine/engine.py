@@ -52,8 +52,7 @@ class SglangEngine:
         self._process: ServerProcess | None = None
         try:
             if url:
-                key = read_key(config.sglang.api_key_file)
-                self._client = Client(url, config.request_timeout_s, config.max_concurrency, key)
+                self._client = self._client_of(url, read_key(config.sglang.api_key_file))
             else:
                 self._start(arm, draft)
             self._serving = self._target  # the folder of the weights that are served
@@ -69,6 +68,10 @@ class SglangEngine:
         """Address of the server."""
         return self._client.url
 
+    def _client_of(self, url: str, api_key: str = "") -> Client:
+        config = self._config
+        return Client(url, config.request_timeout_s, config.max_concurrency, api_key, config.sglang.router)
+
     def _start(self, arm: ArmKind, draft: Path | None) -> None:
         variables = environment(self._config, self.engine_id)
         require_interpreter(self._config.sglang.python, variables)
@@ -76,7 +79,7 @@ class SglangEngine:
         with reserve_port(self._config.sglang.ports) as reserved:
             port = reserved.getsockname()[1]
             line = command(self._config, arm, self._target, drafting, port)
-            self._client = Client(f"http://{HOST}:{port}", self._config.request_timeout_s, self._config.max_concurrency)
+            self._client = self._client_of(f"http://{HOST}:{port}")
             self._process = ServerProcess(line, variables, self._folder)
             self._process.wait_until(self._decodes, self._config.sglang.start_timeout_s)
 
@@ -92,6 +95,7 @@ class SglangEngine:
             context_length=self._config.context_length,
             eos_ids=eos_ids(self._target),
             seeded=self._config.sglang.deterministic,
+            carried=bool(self._config.sglang.router),
         )
 
     def capability(self) -> list[EngineCapability]:

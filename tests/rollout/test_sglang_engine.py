@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Response
 
+from experiments.validate.gateway import gateway
 from miles_ext.errors import CapabilityError, EngineError, RequestError, SupportError
 from miles_ext.records import Commit, Status, SupportRows
 from miles_ext.sampling import SamplingSpec
@@ -46,6 +47,21 @@ def engine(server: Server) -> Iterator[SglangEngine]:
     one = attach(str(server.client.base_url))
     yield one
     one.close()
+
+
+def test_responses_come_through_a_router_that_drops_fields(server: Server) -> None:
+    url = str(server.client.base_url)
+    with gateway([url]) as router:
+        sglang = CONFIG.sglang.model_copy(update={"router": router})
+        behind = attach(url, CONFIG.model_copy(update={"sglang": sglang}))
+        requests = [request(i, top_k=8) for i in range(3)]
+        for found, made in zip(behind.generate(requests), server.engine.generate(requests), strict=True):
+            np.testing.assert_array_equal(found.response_ids, made.response_ids)
+            assert found.support is not None and made.support is not None
+            np.testing.assert_array_equal(found.support.logprobs, made.support.logprobs)
+        behind.close()
+        sent = body(requests[0], replace(SERVED, carried=True, eos_ids=frozenset()))
+    assert "custom_params" not in sent["sampling_params"] and "custom_params" in sent["session_params"]
 
 
 @pytest.mark.parametrize(

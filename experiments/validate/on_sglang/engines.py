@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import httpx
 
 from experiments.validate.embedded import Logits, prompts_for
 from experiments.validate.engines import Model, Sample
+from experiments.validate.models import TOKENIZER
 from experiments.validate.on_sglang import laws as functions
 from experiments.validate.on_sglang.servers import VOCABULARY, Fault, Kind, Servers
 from experiments.validate.on_sglang.witness import ServerWatch
@@ -52,16 +54,20 @@ class SglangEngines:
         return self.servers.models[model] / "target"
 
     def open(self, arm: ArmKind, model: Model = "spread", **changes: Any) -> SglangEngine:
-        """changes: `target` starts a server of its own with these weights, `fault` takes the kind that has it."""
+        """changes: `target` starts a server of its own with these weights, `fault` takes the kind that has it, `router`
+        asks for responses there."""
         kind = Kind(arm, model, cast(Fault, changes.pop("fault", "")))
         target = changes.pop("target", None)
         if target is None:
             name, url = kind.name, self.servers.url(kind)
         else:
             name = f"{kind.name}-{Path(target).name}"
+            for file in TOKENIZER:
+                shutil.copy(self.target(model) / file, target)
             url = self.servers.urls.get(name) or self.servers.start(kind, target, name)
         self.names[url] = name
-        config = self.config.model_copy(update=changes)
+        sglang = self.config.sglang.model_copy(update={"router": changes.pop("router", "")})
+        config = self.config.model_copy(update={**changes, "sglang": sglang})
         return SglangEngine(config, arm, target or self.target(model), None, name, url)
 
     def folder(self, engine: Engine) -> Path:
@@ -111,12 +117,24 @@ class SglangEngines:
         if file.exists():
             raise RuntimeError(f"{file} is still there: the server has no sabotage, or serves without a draft")
 
-    def laws(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec]) -> dict[str, list[SupportRows]]:
-        return functions.decode(self._run(logits, specs, "patched"))
+    def put_back(self, model: Model, arms: Sequence[ArmKind]) -> None:
+        """Hand servers the weights that they were started with, after a row that changed them."""
+        from trainer.backends.torch import TorchBackend
+        from trainer.config import TrainerConfig
+        from trainer.handoff import export
 
-    def stock_laws(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec]) -> dict[str, list[Logits]]:
-        """What sglang's own functions make of the logits without the plugin: for each path by name, one law a case."""
-        return functions.dense(self._run(logits, specs, "stock"))
+        backend = TorchBackend(TrainerConfig(device="cpu"), self.target(model))
+        for arm in arms:
+            self.open(arm, model).update_weights(*export(backend, 0, self.dtype))
+
+    def laws(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec]) -> dict[str, list[SupportRows]]:
+        return functions.decode(self._run(logits, specs, "rows"))
+
+    def bare_laws(
+        self, logits: Sequence[Logits], specs: Sequence[SamplingSpec], mode: functions.Mode
+    ) -> dict[str, list[Logits]]:
+        """The law of each case as it is drawn from, with the plugin (`laws`) and without (`stock`), for each path."""
+        return functions.dense(self._run(logits, specs, mode))
 
     def _run(self, logits: Sequence[Logits], specs: Sequence[SamplingSpec], mode: functions.Mode) -> Path:
         """Runs `laws` in the servers' interpreter; the file that it wrote."""

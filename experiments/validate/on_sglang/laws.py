@@ -1,10 +1,10 @@
 """From given logits to recorded rows through the installed sglang's own functions, without a server.
 
-    python -m experiments.validate.on_sglang.laws FOLDER cpu|cuda patched|stock
+    python -m experiments.validate.on_sglang.laws FOLDER cpu|cuda rows|laws|stock
 
-runs in sglang's interpreter, with the plugin or without, on FOLDER/cases.npz and writes FOLDER/laws.npz. `patched`: the
-regular sampler and both verifiers, each through accept, packing and encoding. `stock`: the laws that sglang's own
-filters make of the same logits.
+runs in sglang's interpreter on FOLDER/cases.npz and writes FOLDER/laws.npz. `rows`: with the plugin, the regular
+sampler and both verifiers, each through accept, packing and encoding. `laws`: with the plugin, what is drawn from and
+what the verifiers are given. `stock`: the same of sglang's own filters, without the plugin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from miles_ext.records import SupportRows
 from miles_ext.sampling import SamplingSpec
 from miles_ext.wire import request_fields, unpack
 
-Mode = Literal["patched", "stock"]
+Mode = Literal["rows", "laws", "stock"]
 Logits = NDArray[np.float32]
 BLOCK, TOP_K_OFF, CAP = 4, 1 << 30, 4096
 _ARRAYS = ("token_ids", "logprobs", "offsets", "sampled_logprobs", "status")
@@ -42,7 +42,7 @@ def write_cases(file: Path, logits: Sequence[Logits], specs: Sequence[SamplingSp
 
 
 def decode(file: Path) -> dict[str, list[SupportRows]]:
-    """What `patched` wrote: for each path, the rows of each case."""
+    """What `rows` wrote: for each path, the rows of each case."""
     found: dict[str, list[SupportRows]] = {}
     with np.load(file) as arrays:
         for path in arrays["paths"].tolist():
@@ -54,7 +54,7 @@ def decode(file: Path) -> dict[str, list[SupportRows]]:
 
 
 def dense(file: Path) -> dict[str, list[Logits]]:
-    """What `stock` wrote: for each path, the law of each case."""
+    """What `laws` and `stock` wrote: for each path, the law of each case."""
     with np.load(file) as arrays:
         return {p: [arrays[f"{p}-{i}"] for i in range(int(arrays["count"]))] for p in arrays["paths"].tolist()}
 
@@ -106,7 +106,7 @@ def sampler() -> Any:
     return made
 
 
-def patched(case: Case, path: str) -> SupportRows:
+def recorded(case: Case, path: str) -> SupportRows:
     """One step of one request through a path: sampler or accept step, packing, hand-out, encoding."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -121,7 +121,7 @@ def patched(case: Case, path: str) -> SupportRows:
     host = output.copy_to_host(lambda tensor: tensor.cpu())
     batch = SimpleNamespace(reqs=[request], forward_mode=ForwardMode.DECODE, decoding_reqs=None)
     host.consume(batch, [SimpleNamespace(token_ids=tuple(tokens))])
-    rows, commit = unpack(encode(request.sc_rows.message()))
+    rows, commit = unpack(encode([request.sc_rows.take()]))
     assert len(rows) == len(commit) == len(tokens)
     return rows.check(np.array(tokens), len(case.logits))
 
@@ -164,14 +164,20 @@ def accepted(case: Case, info: Any, path: str) -> tuple[Any, list[int]]:
         return None, counts + 1, None, tokens, None
 
     worker = SimpleNamespace()
-    _, committed, _, tokens, _ = around_accept_block(accept, worker, sampling_info=info, bs=1)
+    step = {"sampling_info": info, "bs": 1, "next_token_logits": logits}
+    _, committed, _, tokens, _ = around_accept_block(accept, worker, **step)
     return worker.sc_step.rows, tokens[0, : int(committed[0])].tolist()
 
 
-def stock(case: Case, path: str) -> Tensor:
-    """The law [v] that sglang's own filters make, without the plugin."""
+def law(case: Case, path: str, mode: Mode) -> Tensor:
+    """The law [v] of one position, with the plugin or sglang's own."""
+    os.environ["MILES_SC_FILTER_ORDER"] = case.spec.filter_order
     request = case.request()
     info = case.info([request])
+    if mode == "laws":
+        from miles_ext.sglang_plugin.plan import plan_of
+
+        info.sc_plan = plan_of([request])
     if path == "verifiers":
         from sglang.srt.speculative.dflash_utils import build_speculative_verify_target_probs
 
@@ -179,6 +185,8 @@ def stock(case: Case, path: str) -> Tensor:
         return build_speculative_verify_target_probs(
             next_token_logits=logits, sampling_info=info, draft_token_num=1, bs=1
         ).flatten()
+    if mode == "laws":
+        return drawn_from(case, info)
     from sglang.srt.layers import sampler as module
 
     backend = "flashinfer" if case.logits.is_cuda else "pytorch"
@@ -190,14 +198,32 @@ def stock(case: Case, path: str) -> Tensor:
     positions = torch.zeros(1, dtype=torch.int64, device=case.logits.device)
     _, capture = sampler()._sample_from_probs(probs, info, positions, simple)
     assert capture is not None
-    law = capture.weights.float()
+    kept = capture.weights.double()  # stock draws in proportion to them
     if capture.token_ids is not None:
-        law = torch.zeros_like(probs).scatter(1, capture.token_ids.long(), law)
-    return (law / law.sum(-1, keepdim=True)).flatten()
+        kept = torch.zeros_like(probs, dtype=torch.float64).scatter(1, capture.token_ids.long(), kept)
+    return (kept / kept.sum(-1, keepdim=True)).flatten()
+
+
+def drawn_from(case: Case, info: Any) -> Tensor:
+    """What the plugin's sampler draws from."""
+    from miles_ext.sglang_plugin import sampler as module
+
+    seen, draw = [], module.draw
+
+    def watched(probs: Tensor, *rest: Any) -> Tensor:
+        seen.append(probs.clone())
+        return draw(probs, *rest)
+
+    module.draw = watched
+    try:
+        sampled(case, info)
+    finally:
+        module.draw = draw
+    return seen[0].flatten()
 
 
 def main(folder: Path, device: str, mode: Mode) -> None:
-    if mode == "patched":
+    if mode != "stock":
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
@@ -214,17 +240,17 @@ def main(folder: Path, device: str, mode: Mode) -> None:
             )
             for i, (t, k, p, joint) in enumerate(filters.tolist())
         ]  # fmt: skip
-    paths = ("regular", "dflash", "dflash2") if mode == "patched" else ("regular", "verifiers")
+    paths = ("regular", "dflash", "dflash2") if mode == "rows" else ("regular", "verifiers")
     found: dict[str, Any] = {"paths": np.array(paths), "count": np.array(len(cases))}
     for path in paths:
         for i, case in enumerate(cases):
-            if mode == "stock":
-                found[f"{path}-{i}"] = stock(case, path).cpu().numpy()
+            if mode != "rows":
+                found[f"{path}-{i}"] = law(case, path, mode).cpu().numpy()
                 continue
-            rows = patched(case, path)
+            rows = recorded(case, path)
             found |= {f"{path}-{i}-{name}": getattr(rows, name) for name in _ARRAYS}
     np.savez(folder / "laws.npz", **found)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], "stock" if sys.argv[3] == "stock" else "patched")
+    main(Path(sys.argv[1]), sys.argv[2], cast(Mode, sys.argv[3]))

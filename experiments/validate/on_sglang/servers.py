@@ -27,7 +27,7 @@ from miles_ext.sglang_plugin.sabotage import SABOTAGE_VARIABLE
 from rollout.config import RolloutConfig
 from rollout.sglang_engine.engine import SglangEngine
 
-VOCABULARY, CONTEXT, SLOTS = 512, 256, 64
+VOCABULARY, CONTEXT, SLOTS = 512, 320, 64
 Fault = Literal["", "broken"]
 NOTES, STOP = "servers.json", "stop"
 
@@ -91,8 +91,8 @@ class Servers:
         return self.folder / name / "probe"
 
     def note(self) -> None:
-        part = self.folder / f"{NOTES}.part"
-        part.write_text(json.dumps(self.urls))
+        part = self.folder / f"{NOTES}.{len(self.urls)}"
+        part.write_text(json.dumps(dict(self.urls)))
         part.rename(self.folder / NOTES)
 
     def close(self) -> None:
@@ -103,14 +103,17 @@ class Servers:
 
 
 def read_config(file: Path) -> RolloutConfig:
-    """The section `rollout` of an experiment's file. ValueError where it is none."""
+    """The section `rollout` of an experiment's file; SGLANG_PYTHON names another interpreter. ValueError where there is
+    none."""
     document = yaml.safe_load(file.read_text())
     if not isinstance(document, dict) or not isinstance(document.get("rollout"), dict):
         raise ValueError(f"{file} has no section `rollout`; accepted: the form of experiments/configs/sglang_cpu.yaml")
     config = RolloutConfig.model_validate(document["rollout"])
     if config.engine != "sglang":
         raise ValueError(f"{file} has rollout.engine {config.engine!r}; accepted here: sglang")
-    return config.model_copy(update={"context_length": CONTEXT, "max_concurrency": SLOTS})
+    named = os.environ.get("SGLANG_PYTHON")
+    sglang = config.sglang.model_copy(update={"python": Path(named)} if named else {})
+    return config.model_copy(update={"sglang": sglang, "context_length": CONTEXT, "max_concurrency": SLOTS})
 
 
 def main(config: Path, folder: Path, names: list[str]) -> None:
@@ -125,13 +128,13 @@ def main(config: Path, folder: Path, names: list[str]) -> None:
         except Exception as error:
             print(f"{kind.name}: {error}", flush=True)
             return
+        servers.note()
         print(f"{kind.name} at {servers.urls[kind.name]} after {time.monotonic() - first:.0f} s", flush=True)
 
     try:
         # A cold start on a CPU wants a core; on a GPU it mostly waits.
         with ThreadPoolExecutor(os.cpu_count() if servers.config.device == "cpu" else None) as pool:
             list(pool.map(start, chosen))
-        servers.note()
         while not (folder / STOP).exists():
             time.sleep(0.5)
     finally:

@@ -48,7 +48,8 @@ def prefilled(context: Context, arm: ArmKind, model: Model, sample: Sample) -> l
         counts.append(len(completion))
         for t in range(len(completion)):
             prefix = np.concatenate([request.prompt_ids, completion.response_ids[:t]])
-            requests.append(replace(request, prompt_ids=prefix, max_new_tokens=1))
+            name = f"{request.request_id}+{t}"
+            requests.append(replace(request, request_id=name, prompt_ids=prefix, max_new_tokens=1))
     engine = context.engines.open(arm, model)
     with context.engines.watch(engine) as watch:
         engine.generate(requests)

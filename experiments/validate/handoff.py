@@ -21,6 +21,7 @@ from trainer.backends.torch import TorchBackend
 from trainer.config import TrainerConfig
 from trainer.handoff import Bucket, export
 
+FRESH = "fresh"
 SETTING = SETTINGS[4]  # whole laws at temperature 1
 
 
@@ -159,24 +160,36 @@ class Checks:
         return must_fail(row, "one bit of the draft flipped")
 
     def change_weights(self, seed: int) -> None:
-        """What an optimizer step does to them, in size."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.backend.parameters.values():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        change_weights(self.backend, seed)
 
     def as_if_loaded(self, now: Served) -> bool:
         """Against an engine that loaded the trainer's weights from disk. Of sglang one is started, for every arm: its
         target is the same in all of them."""
         engines = self.context.engines
         arm: ArmKind = "regular" if engines.name == "sglang" else self.arm
-        folder = Path(self.context.scratch) / f"fresh-{arm}"
+        folder = Path(self.context.scratch) / FRESH
         if not (folder.exists() and engines.name == "sglang"):
             self.backend.save_hf(folder)
         engine = engines.open(arm, "spread", target=folder)
         fresh = self.served(engine)
         engine.close()
         return now.resident == fresh.resident and (arm != self.arm or now.same_tokens(fresh))
+
+
+def change_weights(backend: TorchBackend, seed: int) -> None:
+    """What an optimizer step does to them, in size."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in backend.parameters.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def save_changed(target: Path, folder: Path) -> None:
+    """The weights of the row's second handoff, for an engine that loads them from disk."""
+    backend = TorchBackend(TrainerConfig(device="cpu"), target)
+    for seed in (1, 2):
+        change_weights(backend, seed)
+    backend.save_hf(folder)
 
 
 def _named(checks: dict[str, bool]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,8 @@ import httpx
 
 from experiments.validate.embedded import Logits, prompts_for
 from experiments.validate.engines import Model, Sample
-from experiments.validate.models import TOKENIZER
 from experiments.validate.on_sglang import laws as functions
-from experiments.validate.on_sglang.servers import VOCABULARY, Fault, Kind, Servers
+from experiments.validate.on_sglang.servers import VOCABULARY, Fault, Kind, Servers, add_tokenizer
 from experiments.validate.on_sglang.witness import ServerWatch
 from experiments.validate.settings import Setting
 from miles_ext.capability import ArmKind
@@ -62,8 +60,7 @@ class SglangEngines:
             name, url = kind.name, self.servers.url(kind)
         else:
             name = f"{kind.name}-{Path(target).name}"
-            for file in TOKENIZER:
-                shutil.copy(self.target(model) / file, target)
+            add_tokenizer(self.target(model), Path(target))
             url = self.servers.urls.get(name) or self.servers.start(kind, target, name)
         self.names[url] = name
         sglang = self.config.sglang.model_copy(update={"router": changes.pop("router", "")})

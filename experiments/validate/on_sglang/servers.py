@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from typing import Literal, get_args
 import yaml
 
 from experiments.validate.engines import Model
-from experiments.validate.models import TRAINED, make_spread
+from experiments.validate.models import TOKENIZER, TRAINED, make_spread
 from miles_ext.capability import ArmKind
 from miles_ext.sglang_plugin.probe import PROBE_VARIABLE
 from miles_ext.sglang_plugin.sabotage import SABOTAGE_VARIABLE
@@ -102,6 +103,12 @@ class Servers:
         self.owned.clear()
 
 
+def add_tokenizer(source: Path, folder: Path) -> None:
+    """sglang serves no folder without one."""
+    for file in TOKENIZER:
+        shutil.copy(source / file, folder)
+
+
 def read_config(file: Path) -> RolloutConfig:
     """The section `rollout` of an experiment's file; SGLANG_PYTHON names another interpreter. ValueError where there is
     none."""
@@ -117,8 +124,13 @@ def read_config(file: Path) -> RolloutConfig:
 
 
 def main(config: Path, folder: Path, names: list[str]) -> None:
+    from experiments.validate import handoff  # which imports this module
+
     servers = Servers(folder, read_config(config))
     chosen = [kind for kind in KINDS if kind.name in names or not names]
+    fresh = servers.folder / handoff.FRESH
+    handoff.save_changed(servers.models["spread"] / "target", fresh)
+    add_tokenizer(servers.models["spread"] / "target", fresh)
     (folder / STOP).unlink(missing_ok=True)
     first = time.monotonic()
 
@@ -134,7 +146,10 @@ def main(config: Path, folder: Path, names: list[str]) -> None:
     try:
         # A cold start on a CPU wants a core; on a GPU it mostly waits.
         with ThreadPoolExecutor(os.cpu_count() if servers.config.device == "cpu" else None) as pool:
+            loaded = pool.submit(servers.start, Kind("regular", "spread"), fresh, f"regular-spread-{fresh.name}")
             list(pool.map(start, chosen))
+            loaded.result()
+        servers.note()
         while not (folder / STOP).exists():
             time.sleep(0.5)
     finally:

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # The audit's matrices are small: more threads win nothing, and on a busy machine they spin for minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 terminations: list[int] = []  # signals received
-BENCHES = ("rollout", "estimator", "estimator_tune", "handoff", "load")
+BENCHES = ("rollout", "estimator", "handoff", "load")
 RESUME = "go on with the last run of this name, with none (default: a new run beside it), or with the run in a folder"
 OVERRIDES = """settings:
   --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';
@@ -184,14 +184,14 @@ def bench_command(args: argparse.Namespace) -> int:
     if args.seconds is not None and args.name != "load":
         raise ValueError(f"--seconds {args.seconds:g} beside bench {args.name}; accepted: bench load alone")
     module = import_module(f"experiments.bench.{args.name}")
-    found = module.rows(**options)
-    names = ("name", "value", "unit", "gate", "pass", "detail")
-    rows = [Row(*(row[name] for name in names)) for row in found]
-    rows = [replace(row, value=math.nan) if row.value is None else row for row in rows]  # as JSON spells it
-    print_rows(rows, f"bench {args.name}")
     command = f"python -m experiments bench {args.name}{' --quick' if args.quick else ''}"
-    if args.json:
-        write_json(args.json, command, rows)
+    names, rows = ("name", "value", "unit", "gate", "pass", "detail"), []
+    for found in module.rows(**options):
+        row = Row(*(found[name] for name in names))
+        rows.append(replace(row, value=math.nan) if row.value is None else row)  # as JSON spells it
+        if args.json:
+            write_json(args.json, command, rows)  # as they come: what fails or is killed later loses none of them
+    print_rows(rows, f"bench {args.name}")
     if args.name == "load" and not args.quick and args.seconds is None:
         write_page(module.PAGE, "Load", module.__doc__ or "", document(command, rows))
     return int(not all(row.passed for row in rows))

@@ -8,8 +8,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,19 @@ def report(name: str, value: float, unit: str = "", detail: str = "") -> Row:
     return Row(name, float(value), unit, None, True, detail)
 
 
+def not_measured(name: str, why: str) -> Row:
+    """Stands for a figure that could not be taken, lest its absence go unseen: a count of measurements, which is 0."""
+    return Row(name, 0, "measured", None, True, why)
+
+
+def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The section's rows one by one; what it raises becomes a row that fails, and what follows still runs."""
+    try:
+        yield from section()
+    except Exception as error:  # the row and the exit code say it; rows that were taken before stay
+        yield all_of(f"{name}_ran", 0, 1, f"{type(error).__name__}: {str(error)[:1000]}")
+
+
 def must_fail(broken: Row, what: str) -> Row:
     """The row of a negative control: `broken` was measured with `what` broken on purpose and must be red.
 
@@ -107,16 +121,25 @@ def print_rows(rows: Sequence[Row], title: str = "", console: Console | None = N
 
 def write_page(file: Path, title: str, about: str, evidence: dict[str, Any]) -> None:
     """Markdown page of a JSON document, for docs/results/."""
-    machine = "; ".join(f"{name} {value}" for name, value in {**evidence["versions"], **evidence["hardware"]}.items())
-    lines = [f"# {title}", "", about, "", f"Written by `{evidence['command']}`.", "", f"Measured with: {machine}.", ""]
-    lines += ["| row | value | gate | result | detail |", "|---|---|---|---|---|"]
-    for row in evidence["rows"]:
+    lines = [f"# {title}", "", about, "", f"Written by `{evidence['command']}`.", "", machine(evidence), ""]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines + page_table(evidence["rows"])) + "\n")
+
+
+def machine(evidence: dict[str, Any]) -> str:
+    found = {**evidence["versions"], **evidence["hardware"]}
+    return f"Measured with: {'; '.join(f'{name} {value}' for name, value in found.items())}."
+
+
+def page_table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table of rows in their JSON form."""
+    lines = ["| row | value | gate | result | detail |", "|---|---|---|---|---|"]
+    for row in rows:
         value = "not finite" if row["value"] is None else figure(row["value"])
         result = "reported" if row["gate"] is None else "pass" if row["pass"] else "**FAIL**"
         cells = [row["name"], f"{value} {row['unit']}".strip(), row["gate"] or "", result, row["detail"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n")
+    return lines
 
 
 def figure(value: float, digits: int = 4) -> str:
@@ -125,6 +148,7 @@ def figure(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if whole or 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
+@cache
 def versions() -> dict[str, str]:
     """Interpreter, packages and commit, found without importing any of them."""
     found = {"python": platform.python_version()}

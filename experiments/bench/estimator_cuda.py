@@ -2,23 +2,28 @@
 the floor of reading each bfloat16 logit twice and writing its gradient once, at the bandwidth of a copy in this run.
 
 Every arm of a ratio runs in turn within one process, eagerly: time between two events holds the launches too. Peak
-memory is the allocator's, beyond the logits. Steps that consume their logits get them anew before each timing.
+memory is the allocator's, beyond the logits. Every step gets its logits anew before each timing.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench import estimator_peers
-from experiments.bench.device import Step, interleaved, nothing, peak_bytes, seconds, spread
-from experiments.evidence import Row, at_least, at_most, report
+from experiments.bench import estimator_peers, estimator_tune
+from experiments.bench.device import Step, interleaved, peak_bytes, seconds, spread
+from experiments.evidence import Row, at_least, at_most, guarded, report
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, coefficients, score_centered_loss
+
+if TYPE_CHECKING:
+    from miles_ext.cuda_kernels import Launch
 
 TOKENS, REPEATS = 4096, 31
 SHAPES = ((151_936, 128), (151_936, 32), (248_320, 128))
@@ -60,7 +65,7 @@ class Problem:
             loss, _ = score_centered_loss(self.logits, support, self.advantages, cfg, consume=consume)
             torch.autograd.grad(loss.sum(), self.logits)
 
-        return Step(run, self.restore if consume else nothing)
+        return Step(run, self.restore)  # also where nothing is consumed: the step before may have been one that did
 
     def steps(self) -> dict[str, Step]:
         """plain: the same kernels at K = 0, a step on the selected log-probability alone."""
@@ -68,7 +73,7 @@ class Problem:
             "centered": self.step(self.head, CONFIG),
             "plain": self.step(self.bare, PLAIN),
             "consuming": self.step(self.head, CONFIG, consume=True),
-            "naive": Step(self.naive),
+            "naive": Step(self.naive, self.restore),
         }
 
     def naive(self) -> None:
@@ -83,14 +88,42 @@ class Problem:
         torch.autograd.grad(loss.sum(), self.logits)
 
 
-def rows(repeats: int = REPEATS) -> list[dict[str, Any]]:
+def rows(repeats: int = REPEATS) -> Iterator[Row]:
+    """Under the launches that ship, then under the fastest of the table of launches; peers, CUDA graphs."""
     copy = copy_bandwidth()
-    found = [report("estimator/cuda_copy", copy / 1e12, "TB/s", "bytes read and written by a large device copy")]
+    yield report("estimator/cuda_copy", copy / 1e12, "TB/s", "bytes read and written by a large device copy")
+    yield from judged("", copy, repeats)
+    launches: dict[str, Launch] = {}
+    yield from guarded("estimator/cuda_tune", lambda: estimator_tune.rows(Problem(*SHAPES[0]), launches))
+    if launches:
+        with estimator_tune.in_force(launches):
+            yield from judged("fastest_", copy, repeats)
+    yield from guarded("estimator/cuda_peers", lambda: estimator_peers.rows(repeats))
+    torch.cuda.empty_cache()
+    yield from guarded("estimator/cuda_launches", lambda: launched(Problem(*SHAPES[0]), copy))
+
+
+def judged(arm: str, copy: float, repeats: int) -> Iterator[Row]:
     for vocab, head in SHAPES:
-        found += judge(Problem(vocab, head), copy, f"v{vocab}_k{head}", repeats)
+        tag = f"{arm}v{vocab}_k{head}"
+        yield from guarded(f"estimator/cuda_{tag}", partial(shape, vocab, head, copy, tag, repeats))
         torch.cuda.empty_cache()
-    found += estimator_peers.rows(repeats)
-    return [row.as_json() for row in found]
+
+
+def shape(vocab: int, head: int, copy: float, tag: str, repeats: int) -> list[Row]:
+    return judge(Problem(vocab, head), copy, tag, repeats)
+
+
+def launched(problem: Problem, copy: float) -> Iterator[Row]:
+    """What the launches cost: the host's time, and the step without them."""
+    step, floor = problem.steps()["centered"], 6 * problem.logits.numel() / copy
+    host = host_seconds(step)
+    yield report("estimator/cuda_host", host * 1e6, "us", "until the eager step's launches are all queued")
+    captured = graph_seconds(step)
+    yield report(
+        "estimator/cuda_floor_over_graph", floor / captured, "of the floor",
+        f"the step replayed from a CUDA graph: {captured * 1e3:.3f} ms; V={problem.logits.shape[1]}",
+    )  # fmt: skip
 
 
 def judge(problem: Problem, copy: float, tag: str, repeats: int) -> list[Row]:
@@ -98,7 +131,7 @@ def judge(problem: Problem, copy: float, tag: str, repeats: int) -> list[Row]:
     times = interleaved(steps, repeats)
     peak = {name: peak_bytes(step) for name, step in steps.items()}
     tokens, vocab = problem.logits.shape
-    size = f"{tokens} tokens, bfloat16, {torch.cuda.get_device_name()}"
+    size = f"{tokens} tokens, bfloat16, {torch.cuda.get_device_name()}; {estimator_tune.launches_in_force()}"
     floor = 6 * problem.logits.numel() / copy
 
     def ratio(top: str, bottom: str) -> tuple[float, str]:
@@ -108,7 +141,6 @@ def judge(problem: Problem, copy: float, tag: str, repeats: int) -> list[Row]:
 
     over_plain, overhead = ratio("centered", "plain")
     speedup, faster = ratio("naive", "centered")
-    captured, host = graph_seconds(steps["centered"]), host_seconds(steps["centered"])
     median = {name: statistics.median(found) for name, found in times.items()}
     memory = "peak beyond the logits"
     return [
@@ -127,16 +159,12 @@ def judge(problem: Problem, copy: float, tag: str, repeats: int) -> list[Row]:
         *(
             at_least(
                 f"estimator/cuda_floor_over_{name}_{tag}", floor / median[name], 0.8, "of the floor",
-                f"predicted {6 * problem.logits.numel():,} bytes, {floor * 1e3:.3f} ms at {copy / 1e12:.2f} TB/s; "
+                f"predicted {6 * problem.logits.numel():,} bytes and {2 * problem.logits.numel():,} exponentials, "
+                f"{floor * 1e3:.3f} ms at {copy / 1e12:.2f} TB/s; "
                 f"measured {median[name] * 1e3:.3f} ms, range {spread([t * 1e3 for t in times[name]])}; {size}",
             )
             for name in ("centered", "consuming")
         ),
-        report(
-            f"estimator/cuda_floor_over_graph_{tag}", floor / captured, "of the floor",
-            f"the same step replayed from a CUDA graph: {captured * 1e3:.3f} ms; {size}",
-        ),
-        report(f"estimator/cuda_host_{tag}", host * 1e6, "us", "until the eager step's launches are all queued"),
     ]  # fmt: skip
 
 

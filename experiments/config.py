@@ -39,8 +39,21 @@ class Section(BaseModel):
 class TaskConfig(Section):
     """What is asked, and how often."""
 
-    name: Literal["addition"] = "addition"
-    """A module of experiments/tasks."""
+    name: Literal["addition", "text"] = "addition"
+    """`addition` is made up as it goes and fits the tiny target; `text` asks the questions of files."""
+    train_file: Path | None = None
+    """Questions of `text`: JSON lines, asked in an order that the seed settles, each once before any comes again."""
+    held_out_file: Path | None = None
+    """Questions of `text` that are evaluated on: the first eval_problems of them, in turn where there are fewer."""
+    preamble: Path | None = None
+    """JSON list of chat messages put before every question: a system message, worked examples."""
+    question_field: str = "question"
+    """Field of a line that is asked, in the chat template of the target."""
+    answer_field: str = "answer"
+    """Field of a line that is the answer, a number."""
+    reward: Literal["exact", "close"] = "exact"
+    """Of the last number of a response that ended: `exact` gives 1 for the answer, `close` 1 less its relative error,
+    and at least 0. A response that did not end gets 0."""
     prompts: int = Field(default=16, ge=1)
     """Prompts a step."""
     samples: int = Field(default=8, ge=1)
@@ -49,6 +62,12 @@ class TaskConfig(Section):
     """Tokens of a response at most; rollout.context_length may end it sooner."""
     eval_problems: int = Field(default=256, ge=1)
     """Held-out problems, one response each, before the first update and after the last."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "text" and (self.train_file is None or self.held_out_file is None):
+            raise ValueError("name is text without train_file and held_out_file; name both, or set name to addition")
+        return self
 
 
 class ModelConfig(Section):

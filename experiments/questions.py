@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from experiments.config import ExperimentConfig
+from experiments.tasks import Task, open_task
+from experiments.tasks.addition import Split
 from miles_ext.records import Completion, Status, Trajectory
 from miles_ext.sampling import SamplingSpec
 from miles_ext.seeds import request_seed
@@ -23,7 +24,7 @@ class Questions:
     Example: asked = Questions.training(config, seed=0, step=3); asked.trajectories(pool.generate(asked.requests), 512)
     """
 
-    task: Any
+    task: Task
     prompts: list[str]
     samples: int
     first_id: int
@@ -45,16 +46,16 @@ class Questions:
     @classmethod
     def _ask(
         cls, config: ExperimentConfig, run: str, step: int, count: int, samples: int, spec: SamplingSpec, seed: int,
-        split: str,
+        split: Split,
     ) -> Self:  # fmt: skip
-        task = import_module(f"experiments.tasks.{config.task.name}")
-        prompts = [task.problem(seed, step, index, split).prompt for index in range(count)]
+        task = open_task(config.task, config.model.target)
+        prompts = [task.prompt(seed, step, index, split) for index in range(count)]
         encoded = [np.array(task.encode(prompt), np.int32) for prompt in prompts]
         requests = [
             Request(
                 request_id=f"{run} step {step} prompt {i} sample {j}", prompt_ids=encoded[i],
                 spec=replace(spec, seed=request_seed(run, step, i, j)),
-                max_new_tokens=config.task.max_new_tokens, stop_ids=(task.EOS_ID,),
+                max_new_tokens=config.task.max_new_tokens, stop_ids=(task.stop_id,),
             )
             for i in range(count)
             for j in range(samples)

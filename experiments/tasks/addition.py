@@ -20,7 +20,7 @@ import xxhash
 
 CHARACTERS = "0123456789+=c;|\n"
 VOCAB_SIZE = 512
-EOS_ID = CHARACTERS.index("\n")
+EOS_ID = stop_id = CHARACTERS.index("\n")
 PAD_ID, MASK_ID, UNKNOWN_ID = 500, 501, 502
 SLIP = 0.11
 RESPONSE_LENGTH = 36
@@ -59,6 +59,11 @@ def problem(seed: int, step: int, index: int, split: Split = "train") -> Problem
     second, first = divmod(key >> 3, 1000)
     addends = _ADDENDS[split]
     return Problem(first, addends[second % len(addends)])
+
+
+def prompt(seed: int, step: int, index: int, split: Split) -> str:
+    """Of `problem`."""
+    return problem(seed, step, index, split).prompt
 
 
 def encode(text: str) -> list[int]:

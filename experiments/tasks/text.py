@@ -29,12 +29,12 @@ class ProblemFile:
 def read_problems(file: Path, question: str = "question", answer: str = "answer") -> ProblemFile:
     """Problems of a JSON lines file; `question` and `answer` name its fields.
 
-    A line that is no JSON object, or whose question or answer is missing or empty, is counted and left out. ValueError
-    where nothing is left.
+    A line that is no JSON object, whose question or answer is missing or empty, or whose question came before is
+    counted and left out. ValueError where nothing is left.
     """
     if not file.is_file():
         raise ValueError(f"no file {file}; accepted: JSON lines with fields {question!r} and {answer!r}")
-    found: list[TextProblem] = []
+    found: dict[str, TextProblem] = {}
     dropped: Counter[str] = Counter()
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.strip():
@@ -50,14 +50,16 @@ def read_problems(file: Path, question: str = "question", answer: str = "answer"
             dropped[f"no {question}"] += 1
         elif not (wanted := _text(entry.get(answer))):
             dropped[f"no {answer}"] += 1
+        elif asked in found:
+            dropped["asked before"] += 1
         else:
-            found.append(TextProblem(asked, wanted))
+            found[asked] = TextProblem(asked, wanted)
     if not found:
         raise ValueError(
             f"{file} holds no problem ({dict(dropped) or 'it is empty'}); accepted: JSON lines such as "
             f'{{"{question}": "1 + 2", "{answer}": "3"}}'
         )
-    return ProblemFile(tuple(found), dict(dropped))
+    return ProblemFile(tuple(found.values()), dict(dropped))
 
 
 def _text(value: Any) -> str:

@@ -79,6 +79,7 @@ integrate)
     ray=(python3 -m ray.scripts.scripts)
     # --block: the head is a child of this script and ends with it.
     "${ray[@]}" start --head --block --port=0 --dashboard-host=127.0.0.1 --dashboard-port="${DASHBOARD:-8265}" \
+        --dashboard-agent-listen-port=0 \
         --object-store-memory=4000000000 ${GPUS:+--num-gpus=$GPUS} --disable-usage-stats >"$logs/ray.log" 2>&1 &
     head=$!
     trap 'kill $head 2>/dev/null; wait $head 2>/dev/null || true' EXIT

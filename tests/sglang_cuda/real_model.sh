@@ -80,7 +80,7 @@ integrate)
     # --block: the head is a child of this script and ends with it.
     "${ray[@]}" start --head --block --port=0 --dashboard-host=127.0.0.1 --dashboard-port="${DASHBOARD:-8265}" \
         --dashboard-agent-listen-port=0 \
-        --object-store-memory=4000000000 ${GPUS:+--num-gpus=$GPUS} --disable-usage-stats >"$logs/ray.log" 2>&1 &
+        --memory=4000000000 --object-store-memory=2000000000 ${GPUS:+--num-gpus=$GPUS} --disable-usage-stats >"$logs/ray.log" 2>&1 &
     head=$!
     trap 'kill $head 2>/dev/null; wait $head 2>/dev/null || true' EXIT
     until curl -sf -m 2 -o /dev/null $address/api/version; do

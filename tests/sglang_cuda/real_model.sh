@@ -34,7 +34,7 @@ print(draft_for(sys.argv[1], *map(Path, sys.argv[2:])))' "$arm" "$models/target"
     MILES_SC_STRICT=1 MILES_SC_ENGINE_ID=$arm setsid nohup python3 -W ignore -m sglang.launch_server \
         --model-path "$models/target" --host 127.0.0.1 --port "${port[$arm]}" --random-seed "${port[$arm]}" \
         --dtype bfloat16 --attention-backend triton --cuda-graph-backend-prefill=disabled \
-        --context-length 1024 --mem-fraction-static "${MEMORY:-0.15}" --max-total-tokens 131072 \
+        --context-length 1024 --mem-fraction-static "${MEMORY:-0.4}" --max-total-tokens 131072 \
         --max-running-requests 64 --sampling-mask-max-tokens 4096 --weight-version 0 --skip-server-warmup \
         "${flags[@]}" >"$logs/$arm.log" 2>&1 </dev/null &
     echo $! >"$logs/$arm.pid"
@@ -69,7 +69,8 @@ throughput)
 integrate)
     out=$(realpath "$1")
     shift
-    runs=${RUNS:-/tmp/real_model_runs} config=${CONFIG:-experiments/configs/smollm2_sglang.yaml} address=http://127.0.0.1:${DASHBOARD:-8265}
+    runs=${RUNS:-/tmp/real_model_runs} config=${CONFIG:-experiments/configs/smollm2_sglang.yaml}
+    address=http://127.0.0.1:${DASHBOARD:-8265}
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
     # A machine whose memory grows as it is used looks full to Ray, which would kill workers.
     export RAY_memory_monitor_refresh_ms=0
@@ -80,7 +81,8 @@ integrate)
     # --block: the head is a child of this script and ends with it.
     "${ray[@]}" start --head --block --port=0 --dashboard-host=127.0.0.1 --dashboard-port="${DASHBOARD:-8265}" \
         --dashboard-agent-listen-port=0 \
-        --memory=4000000000 --object-store-memory=2000000000 ${GPUS:+--num-gpus=$GPUS} --disable-usage-stats >"$logs/ray.log" 2>&1 &
+        --memory=4000000000 --object-store-memory=2000000000 ${GPUS:+--num-gpus=$GPUS} --disable-usage-stats \
+        >"$logs/ray.log" 2>&1 &
     head=$!
     trap 'kill $head 2>/dev/null; wait $head 2>/dev/null || true' EXIT
     until curl -sf -m 2 -o /dev/null $address/api/version; do
@@ -89,8 +91,9 @@ integrate)
     done
     echo "Ray up after $SECONDS s"
     code=0
-    timeout "${LIMIT:-280}" "${ray[@]}" job submit --address $address -- bash -c "cd $PWD && exec python3 -m experiments \
-run $config --output_dir $runs --model.target $models/target --model.draft $models/draft $*" || code=$?
+    command="python3 -m experiments run $config --output_dir $runs"
+    command+=" --model.target $models/target --model.draft $models/draft $*"
+    timeout "${LIMIT:-280}" "${ray[@]}" job submit --address $address -- bash -c "cd $PWD && exec $command" || code=$?
     echo "job ended with $code after $SECONDS s"
     # Laws, weights and checkpoints stay here; what was measured and judged goes.
     (cd "$runs" && tar czf "$out/integration.tar.gz" --exclude=rollouts --exclude=checkpoints --exclude=weights \

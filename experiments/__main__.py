@@ -104,6 +104,17 @@ def make_parser() -> argparse.ArgumentParser:
     report = command("report", "compare the arms of a run again and write its report.html", report_command)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
+    compare = command("compare", "join runs of several days: a page of their differences", compare_command)
+    compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    compare.add_argument("--output_dir", type=Path, default=Path("runs/compare"), metavar="DIR")
+    mismatch = command("mismatch", "the study of drift under mismatch, 30 minutes at most", mismatch_command)
+    mismatch.add_argument("--quick", action="store_true", help="two minutes: that it works, not what it shows")
+    mismatch.add_argument("--minutes", type=float, default=28, help="when sampling ends (default: 28)")
+    mismatch.add_argument(
+        "--output_dir", type=Path, default=Path("runs/mismatch-study"), metavar="DIR",
+        help="what it holds already is not run again",
+    )  # fmt: skip
+
     models = command("models", "make the small target, import a model, or train a draft", models_command)
     models.add_argument("what", choices=("make", "import", "train-draft"))
     models.add_argument("arguments", nargs=argparse.REMAINDER, help="`models make --help` lists them")
@@ -216,6 +227,21 @@ def report_command(args: argparse.Namespace) -> int:
 
     print(write_report(args.run_dir))
     return 0
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    from experiments.compare import PAGE_FILE, compare
+
+    for line in compare(args.run_dirs, args.output_dir).left_out:
+        print(f"left out: {line}")
+    print(args.output_dir / PAGE_FILE)
+    return 0
+
+
+def mismatch_command(args: argparse.Namespace) -> int:
+    from experiments.mismatch.study import study
+
+    return study(args.output_dir, quick=args.quick, minutes=args.minutes, say=print)
 
 
 def models_command(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import RayTaskError
 from rich.console import Console
@@ -51,8 +52,13 @@ def conclude(config: ExperimentConfig, console: Console) -> int:
     return 0 if finished and sound else 1
 
 
-def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[str], None], *, debug: bool) -> None:
-    """One arm and seed, from where it stands; whatever ends it, its files are closed, listed and kept."""
+def run_arm(
+    config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[str], None], *, debug: bool, **sides: Any
+) -> None:
+    """One arm and seed, from where it stands; whatever ends it, its files are closed, listed and kept.
+
+    sides: `make_pool` and `make_trainer` of `train_arm`.
+    """
     folder = config.run_dir / f"{arm.name}-s{seed}"
     if checkpoints.finished(folder):
         say(f"arm {folder.name} is finished and not run again")
@@ -70,7 +76,7 @@ def run_arm(config: ExperimentConfig, arm: ArmConfig, seed: int, say: Callable[[
         )  # fmt: skip
         opened_files.callback(lambda: tracker.finish(failed=bool(failure)))
         checkpoints.begin(folder, tracker.wandb_id)
-        train_arm(mine, arm, seed, folder, tracker, say, start)
+        train_arm(mine, arm, seed, folder, tracker, say, start, **sides)
         failure = ""
     except Exception as error:  # noqa: BLE001  whatever it was, the other arms still have a run to make
         cause = error.cause if isinstance(error, RayTaskError) else error  # what a worker raised, without its trace

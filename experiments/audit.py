@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,17 +16,15 @@ from experiments.artifacts import (
     MANIFEST_FILE,
     RESUME_FILE,
     START_FILE,
-    arm_and_seed,
     arm_dirs,
     read_handoffs,
     sha256,
     verify_manifest,
 )
 from experiments.comparison import pairing, summarise
-from experiments.config import ExperimentConfig, load
 from experiments.evidence import Row, all_of, at_least, at_most, print_rows, report, write_json
 from experiments.gradient_probe import ON_POLICY_GAP, probe_rows, read_probe
-from experiments.mismatch_audit import mismatch_rows
+from experiments.mismatch.audit import mismatch_rows, settings_of
 from experiments.rollouts import load_rollout, rollout_files
 from experiments.tracking import read_metrics
 from miles_ext.errors import SupportError
@@ -105,7 +102,7 @@ def metadata_rows(arm_dir: Path) -> list[Row]:
         {capability[name] for capability in start["capabilities"]} for name in ("vocab_size", "arm", "draft_digest")
     )
     handoffs = [(line["step"], line["version"]) for line in read_handoffs(arm_dir)]
-    staleness = arm_config(arm_dir).max_staleness
+    staleness = settings_of(arm_dir).max_staleness
     total, laws, kinds, wrong = 0, 0, dict.fromkeys(Commit, 0), list[str]()
     for file in rollout_files(arm_dir):
         rollout = load_rollout(file)
@@ -196,8 +193,13 @@ def training_rows(arm_dir: Path) -> list[Row]:
     about = "; ".join(f"{word} at steps {steps[:8]}" for word, steps in rang.items()) or "none rang"
     rows.append(report("alarms", sum(map(len, rang.values())), "", about))
     gap = float(np.mean(list(series["train/train_rollout_logprob_abs_diff"].values())))
-    rows.append(at_most("logprob_gap", gap, MAX_LOGPROB_GAP, "nats", "mean over the steps"))
-    claimed = settings_of(arm_dir)
+    config = settings_of(arm_dir)
+    mismatch = config.rollout.mismatch.model_dump(exclude_defaults=True)
+    if mismatch:
+        rows.append(report("logprob_gap", gap, "nats", f"mean over the steps; apart by declaration: {mismatch}"))
+    else:
+        rows.append(at_most("logprob_gap", gap, MAX_LOGPROB_GAP, "nats", "mean over the steps"))
+    claimed = config.trainer.estimator.model_dump()
     same = claimed == read_probe(arm_dir).settings
     rows.append(Row("settings", float(same), "", "trainer ran what the config says", same, str(claimed)))
     if claimed["centering"] == "on":
@@ -209,14 +211,3 @@ def training_rows(arm_dir: Path) -> list[Row]:
         else:  # zero by construction while no ratio leaves its bounds: that shows nothing either way
             rows.append(report("correction_norm", norm, "", f"mean over the steps; mode {claimed['mode']}"))
     return rows
-
-
-def settings_of(arm_dir: Path) -> dict[str, Any]:
-    """The estimator's settings of this arm as the experiment's config resolves them."""
-    return arm_config(arm_dir).trainer.estimator.model_dump()
-
-
-def arm_config(arm_dir: Path) -> ExperimentConfig:
-    """The settings of this arm."""
-    config, name = load(arm_dir.parent / "config.yaml"), arm_and_seed(arm_dir)[0]
-    return config.for_arm(next(arm for arm in config.arms if arm.name == name))

@@ -32,14 +32,17 @@ from trainer.worker import TrainerGroup
 
 def train_arm(
     config: ExperimentConfig, arm: ArmConfig, seed: int, folder: Path, tracker: Tracker, say: Callable[[str], None],
-    start: Point,
+    start: Point, make_pool: type[RolloutPool] = RolloutPool, make_trainer: type[TrainerGroup] = TrainerGroup,
 ) -> None:  # fmt: skip
-    """Run one arm with one seed from `start`; everything worth keeping is in `folder` as soon as it exists."""
+    """Run one arm with one seed from `start`; everything worth keeping is in `folder` as soon as it exists.
+
+    make_pool, make_trainer: what stands for the two sides where they are no Ray actors (experiments/local.py).
+    """
     model, spec, name = config.model, config.sampling.spec(0), f"{arm.name}-s{seed}"
     alarms = Alarms(config.alarms, config.task.prompts, name, say, read_metrics(folder))
     with (
-        closing(RolloutPool(config.rollout, arm.kind, model.target, model.draft, spec)) as pool,
-        closing(TrainerGroup(config.trainer, model.target, seed)) as trainer,
+        closing(make_pool(config.rollout, arm.kind, model.target, model.draft, spec)) as pool,
+        closing(make_trainer(config.trainer, model.target, seed)) as trainer,
     ):
         pool.start()  # raises where an engine cannot prove that it samples `spec` exactly in this arm
         ready = checkpoints.restore(trainer, folder, start)

@@ -12,7 +12,7 @@ from experiments.arms import run_arm
 from experiments.artifacts import read_handoffs, verify_manifest
 from experiments.config import ExperimentConfig, save
 from experiments.loop import evaluate
-from experiments.mismatch_audit import mismatch_rows
+from experiments.mismatch.audit import mismatch_rows
 from experiments.questions import Questions
 from experiments.rollouts import load_rollout, rollout_file
 from experiments.tracking import read_metrics

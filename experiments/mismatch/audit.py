@@ -13,11 +13,15 @@ from experiments.rollouts import load_rollout, rollout_files
 from miles_ext.weights import spell
 
 
+def settings_of(arm_dir: Path) -> ExperimentConfig:
+    """The settings of this arm as the experiment's config resolves them."""
+    config, name = load(arm_dir.parent / "config.yaml"), arm_and_seed(arm_dir)[0]
+    return config.for_arm(next(arm for arm in config.arms if arm.name == name))
+
+
 def mismatch_rows(arm_dir: Path) -> list[Row]:
     """Declared transform and lag against start, handoffs and tokens; the last transformed weights made again."""
-    name, seed = arm_and_seed(arm_dir)
-    config = load(arm_dir.parent / "config.yaml")
-    config = config.for_arm(next(arm for arm in config.arms if arm.name == name))
+    config, seed = settings_of(arm_dir), arm_and_seed(arm_dir)[1]
     mismatch, start = config.rollout.mismatch, json.loads((arm_dir / START_FILE).read_text())
     declared, handoffs = mismatch.transform(seed), read_handoffs(arm_dir)
     wrong = [] if start["transform"] == declared else [f"start.json says {start['transform']}"]

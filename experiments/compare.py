@@ -19,6 +19,7 @@ COMPARE_FILE, PAGE_FILE = "compare.json", "report.html"
 TEMPLATE = Path(__file__).with_name("compare.html.j2")
 PLOTS = (("reward", "rollout/raw_reward"), ("entropy", "train/entropy"))
 WIDTH, HEIGHT = 132, 64
+VISIBLE = 0.01  # of a reward or a nat: less is no verdict, whatever the intervals say
 
 
 def compare(run_dirs: Sequence[Path], folder: Path) -> Joined:
@@ -48,7 +49,7 @@ def verdict(family: Family) -> tuple[str, str]:
     for name in ("reward", "entropy"):
         if name in family.figures:
             treated, control, difference = family.figures[name]
-            if difference.shown != "not shown":
+            if difference.shown != "not shown" and abs(difference.mean) >= VISIBLE:
                 mark = "" if difference.shown == "shown" else "?"
                 what = "drifts" if difference.mean > 0 else "worse"
                 return what, f"{name} {control.mean:.2f} without, {treated.mean:.2f} with{mark}"

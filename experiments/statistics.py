@@ -12,6 +12,7 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 9999
+ROUNDING = 1e-6
 
 Shown = Literal["shown", "weak", "not shown"]
 
@@ -33,8 +34,11 @@ class Estimate:
 
     @property
     def shown(self) -> Shown:
-        """Whether zero is outside both intervals, outside the bootstrap alone (`weak`), or inside."""
-        if not (self.low > 0 or self.high < 0):
+        """Whether zero is outside both intervals, outside the bootstrap alone (`weak`), or inside.
+
+        A mean below ROUNDING shows nothing: laws are recorded in float32.
+        """
+        if abs(self.mean) < ROUNDING or not (self.low > 0 or self.high < 0):
             return "not shown"
         return "shown" if self.t_low > 0 or self.t_high < 0 else "weak"
 

@@ -33,6 +33,8 @@ class SampleRows:
             raise SupportError(f"{where} was sampled with {self.spec}, the trainer expects {spec}; use one for both")
         if len(self) != len(response):
             raise SupportError(f"{where}: {len(self)} support rows for a response of {len(response)} tokens")
+        if self.rows.kind != spec.capture:
+            raise SupportError(f"{where}: rows of kind {self.rows.kind!r}; accepted: {spec.capture!r}")
         failed = self.rows.status != 0
         if failed.any():
             raise SupportError(

@@ -279,6 +279,11 @@ def no_object(answer):
     return answer
 
 
+def other_kind(answer):
+    answer["meta_info"]["sc"]["kind"] = "head"
+    return answer
+
+
 def words(answer):
     answer["output_ids"] = [str(one) for one in answer["output_ids"]]
     return answer
@@ -301,12 +306,13 @@ def no_ids(answer):
         (None, shorter, "support rows for a response of"),
         (None, other_token, "support row 0: the committed token"),
         (None, no_ids, "without meta_info and output_ids"),
+        (None, other_kind, "rows of kind 'head'; accepted: 'complete'"),
         (None, words, "without meta_info and output_ids"),
         (None, beyond_the_vocabulary, "token ids .* to 1000000; accepted: 0 to"),
         (None, no_object, r"meta_info.sc is \"\['rows'\]\"; accepted: an object"),
         (None, no_text, "finish_reason"),
     ],
-    ids=["request", "answer", "length", "token", "ids", "words", "range", "object", "reason"],
+    ids=["request", "answer", "length", "token", "ids", "kind", "words", "range", "object", "reason"],
 )
 def test_a_router_that_takes_something_away_stops_the_rollout(
     request_change, answer_change, match, args, between, monkeypatch

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from miles_ext.records import Completion, FinishReason, SpecCounters, SupportRows, Trajectory
@@ -87,12 +87,25 @@ def save_rollout(path: Path, step: int, trajectories: Sequence[Trajectory], adva
 
 
 def load_rollout(path: Path) -> Rollout:
-    """Inverse of `save_rollout`; arrays of the trajectories are views. ValueError for another format."""
+    """Inverse of `save_rollout`; arrays of the trajectories are views.
+
+    ValueError for another format, and for a file that is cut short, damaged or inconsistent.
+    """
+    try:
+        return _load(path)
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is no sound rollout file ({type(error).__name__}: {error}); accepted: format {FORMAT!r}, whole"
+        ) from error
+
+
+def _load(path: Path) -> Rollout:
     with safe_open(path, "numpy") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} has rollout format {metadata.get('format')!r}; accepted: {FORMAT!r}")
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+    _require_consistent(arrays)
     engines, drafts = json.loads(metadata["engine_id"]), json.loads(metadata["draft_digest"])
     text = arrays["text"].tobytes()
     rows = None
@@ -121,6 +134,34 @@ def load_rollout(path: Path) -> Rollout:
         )  # fmt: skip
         trajectories.append(trajectory)
     return Rollout(int(metadata["step"]), trajectories, arrays["advantage"])
+
+
+def _require_consistent(arrays: dict[str, NDArray[Any]]) -> None:
+    """ValueError where offsets leave their array, fall, or count other rows than there are, or arrays differ in length.
+
+    A slice past the end of an array is silently shorter: nothing else would notice.
+    """
+    count, tokens = len(arrays["reward"]), len(arrays["response_ids"])
+    ends = {
+        "prompt_offsets": (count, len(arrays["prompt_ids"])), "response_offsets": (count, tokens),
+        "text_offsets": (count, len(arrays["text"])),
+    }  # fmt: skip
+    if "support_ids" in arrays:
+        ends["support_offsets"] = (tokens, len(arrays["support_ids"]))
+    for name, (rows, end) in ends.items():
+        offsets = arrays[name]
+        if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
+            raise ValueError(f"{name} are no offsets of {rows} rows in {end} entries")
+    per_row = ("advantage", "prompt", "group", "finish", "spec", "engine_id", "draft_digest")
+    per_token = ("commit", "weight_version", "loss_mask", "sampled_logprobs", "status")
+    wanted = dict.fromkeys(per_row, count) | dict.fromkeys(per_token, tokens)
+    wanted["support_logprobs"] = len(arrays.get("support_ids", ()))
+    for name, length in wanted.items():
+        if name in arrays and len(arrays[name]) != length:
+            raise ValueError(f"{name} has {len(arrays[name])} entries; accepted: {length}")
+    for name in ("finish", "engine_id", "draft_digest"):
+        if count and arrays[name].min() < 0:
+            raise ValueError(f"{name} is negative; accepted: places in its list")
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles_ext.errors import SupportError
-from miles_ext.records import SupportRows
+from miles_ext.records import Commit, SupportRows
 from miles_ext.sampling import SamplingSpec
 
 WIRE_VERSION = 1
@@ -33,8 +33,11 @@ def pack(rows: SupportRows, commit: NDArray[np.uint8]) -> dict[str, Any]:
     return {"v": WIRE_VERSION, "kind": rows.kind, **encoded}
 
 
-def unpack(message: dict[str, Any]) -> tuple[SupportRows, NDArray[np.uint8]]:
-    """Inverse of `pack`. Raises SupportError for another version, a missing field, or counts that do not add up."""
+def unpack(message: Any) -> tuple[SupportRows, NDArray[np.uint8]]:
+    """Inverse of `pack`. Raises SupportError for anything else: another version, a missing field, bytes that are no
+    array, counts that do not add up, a commit kind that is none. What the rows say, `SupportRows.check` judges."""
+    if not isinstance(message, dict):
+        raise SupportError(f"packed wire is {type(message).__name__}; accepted: an object as `pack` makes it")
     if message.get("v") != WIRE_VERSION:
         raise SupportError(f"packed wire version {message.get('v')!r}; accepted: {WIRE_VERSION}; update the older side")
     if message.get("kind") not in ("complete", "head"):
@@ -53,11 +56,15 @@ def unpack(message: dict[str, Any]) -> tuple[SupportRows, NDArray[np.uint8]]:
 
 
 def _require_counts(arrays: dict[str, NDArray[Any]]) -> None:
-    lengths = arrays["lengths"]
+    lengths, commit = arrays["lengths"], arrays["commit"]
+    if (commit > max(Commit)).any():
+        row = int(np.argmax(commit > max(Commit)))
+        raise SupportError(f"packed wire row {row} has commit kind {commit[row]}; accepted: 0 to {max(Commit):d}")
     if (lengths < 0).any():
         row = int(np.argmax(lengths < 0))
         raise SupportError(f"packed wire row {row} has length {lengths[row]}; accepted: 0 or more")
-    for names, wanted in ((("sampled", "commit", "status"), len(lengths)), (("ids", "logprobs"), lengths.sum())):
+    entries = lengths.sum(dtype=np.int64)
+    for names, wanted in ((("sampled", "commit", "status"), len(lengths)), (("ids", "logprobs"), entries)):
         for name in names:
             if len(arrays[name]) != wanted:
                 raise SupportError(

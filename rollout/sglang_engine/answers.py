@@ -62,14 +62,29 @@ def body(request: Request, served: Served) -> dict[str, Any]:
     return {"input_ids": request.prompt_ids.tolist(), "sampling_params": params, "rid": name, **placed}
 
 
-def completion(request: Request, answer: Mapping[str, Any], served: Served) -> Completion:
-    """The answer to `body(request)`, checked.
+def completion(request: Request, answer: Any, served: Served) -> Completion:
+    """The answer to `body(request)`, checked; EngineError for one of another form."""
+    try:
+        return _completion(request, answer, served)
+    except (EngineError, RequestError, SupportError):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise EngineError(
+            f"request {request.request_id} on {served.engine_id} came back in another form "
+            f"({type(error).__name__}: {error}); accepted: what sglang 0.5.23 answers"
+        ) from error
+
+
+def _completion(request: Request, answer: Mapping[str, Any], served: Served) -> Completion:
+    """The completion.
 
     OVERFLOW and INVALID rows come back in the support's status. Raises EngineError where the server gave up for another
     reason or left out rows that were asked for, SupportError where rows do not add up.
     """
     meta, ids = answer["meta_info"], np.array(answer["output_ids"], np.int32)
     where = f"request {request.request_id} on {served.engine_id}"
+    if not str(meta.get("id", "")).startswith(f"{request.request_id}~"):
+        raise EngineError(f"{where}: the answer is to {meta.get('id')!r}; accepted: the id that was sent")
     reason = _reason(meta["finish_reason"], ids, request, where)
     rows, commit = _rows(meta, ids, request, where)
     found = Completion(

@@ -188,7 +188,8 @@ def answer(ids: tuple[int, ...] = (4, 5, 9), status: int = 0, **changes: Any) ->
         sampled_logprobs=np.zeros(count, np.float32), kind="complete", status=statuses,
     )  # fmt: skip
     meta = {
-        "finish_reason": {"type": "stop", "matched": 9}, "prompt_tokens": 2, "completion_tokens": count,
+        "id": "r~1", "finish_reason": {"type": "stop", "matched": 9}, "prompt_tokens": 2,
+        "completion_tokens": count,
         "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": count}],
         "sc": pack(rows, np.full(count, Commit.PLAIN, np.uint8)),
     } | changes  # fmt: skip
@@ -224,6 +225,9 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown end": ({"finish_reason": {"type": "tired"}}, EngineError, "accepted: stop, length, abort"),
     "unasked stop": ({"finish_reason": {"type": "stop", "matched": 7}}, EngineError, "stopped at 7, which was not"),
     "lost tokens": ({"completion_tokens": 7}, EngineError, "7 response tokens counted"),
+    "other request": ({"id": "s~1"}, EngineError, "the answer is to 's~1'"),
+    "no name": ({"id": None}, EngineError, "the answer is to None"),
+    "other form": ({"prompt_tokens": 2, "finish_reason": "stop"}, EngineError, "came back in another form"),
     "other prompt": ({"prompt_tokens": 1}, EngineError, "1 prompt and"),
     "no versions": ({"weight_versions": []}, EngineError, "do not cover its 3 tokens"),
     "named version": (

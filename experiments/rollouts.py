@@ -152,9 +152,9 @@ def _require_consistent(arrays: dict[str, NDArray[Any]]) -> None:
         offsets = arrays[name]
         if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
             raise ValueError(f"{name} are no offsets of {rows} rows in {end} entries")
-    per_row = ("advantage", "prompt", "group", "finish", "spec", "engine_id", "draft_digest")
-    per_token = ("commit", "weight_version", "loss_mask", "sampled_logprobs", "status")
-    wanted = dict.fromkeys(per_row, count) | dict.fromkeys(per_token, tokens)
+    per_row: tuple[str, ...] = ("advantage", "prompt", "group", "finish", "spec", "engine_id", "draft_digest")
+    per_token: tuple[str, ...] = ("commit", "weight_version", "loss_mask", "sampled_logprobs", "status")
+    wanted: dict[str, int] = dict.fromkeys(per_row, count) | dict.fromkeys(per_token, tokens)
     wanted["support_logprobs"] = len(arrays.get("support_ids", ()))
     for name, length in wanted.items():
         if name in arrays and len(arrays[name]) != length:

@@ -288,6 +288,11 @@ def plan(config: ExperimentConfig) -> str:
 def save(config: ExperimentConfig) -> ExperimentConfig:
     """Write run_dir/config.yaml and return the settings; beside an earlier run NAME becomes NAME-2, and so on."""
     config = next(run for run in numbered(config) if not run.run_dir.exists() or not any(run.run_dir.iterdir()))
+    if config.run_dir.is_symlink():
+        raise ValueError(
+            f"{config.run_dir} is a link to {config.run_dir.readlink()}, and a run writes below output_dir alone; "
+            "accepted: a folder, or none yet; remove the link or choose another name"
+        )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(config.run_dir / CONFIG_FILE, dump(config))
     return config

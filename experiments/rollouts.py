@@ -154,8 +154,8 @@ def _require_consistent(arrays: dict[str, NDArray[Any]]) -> None:
             raise ValueError(f"{name} are no offsets of {rows} rows in {end} entries")
     per_row: tuple[str, ...] = ("advantage", "prompt", "group", "finish", "spec", "engine_id", "draft_digest")
     per_token: tuple[str, ...] = ("commit", "weight_version", "loss_mask", "sampled_logprobs", "status")
-    wanted: dict[str, int] = dict.fromkeys(per_row, count) | dict.fromkeys(per_token, tokens)
-    wanted["support_logprobs"] = len(arrays.get("support_ids", ()))
+    wanted = {"support_logprobs": len(arrays.get("support_ids", ()))}
+    wanted |= {name: count for name in per_row} | {name: tokens for name in per_token}
     for name, length in wanted.items():
         if name in arrays and len(arrays[name]) != length:
             raise ValueError(f"{name} has {len(arrays[name])} entries; accepted: {length}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def accepts(key: str, authorization: str | None) -> bool:
     """Whether a request with this Authorization header may pass. Takes as long for a near miss as for any other."""
     wanted = headers(key).get("Authorization", "")
     return not wanted or hmac.compare_digest((authorization or "").encode(), wanted.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name other than localhost counts as open."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from miles_ext.api_key import VARIABLE, read_key
+from miles_ext.api_key import VARIABLE, is_loopback, read_key
 from miles_ext.capability import ArmKind
-from rollout.server.running import address, bind, is_loopback, server
+from rollout.server.running import address, bind, server
 
 
 def main(arguments: list[str] | None = None) -> int:

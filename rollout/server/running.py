@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -27,14 +26,6 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else "a port is a number from 0 to 65535"
         raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from error
     return found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name other than localhost counts as open."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def address(bound: socket.socket) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_ext.api_key import read_key
+import httpx
+
+from miles_ext.api_key import is_loopback, read_key
 from miles_ext.capability import ArmKind, EngineCapability
 from miles_ext.errors import CapabilityError, EngineError, RequestError, WeightError
 from miles_ext.records import Completion
@@ -52,7 +54,9 @@ class SglangEngine:
         self._process: ServerProcess | None = None
         try:
             if url:
-                self._client = self._client_of(url, read_key(config.sglang.api_key_file))
+                key = read_key(config.sglang.api_key_file)
+                require_guarded(url, config.sglang.transport, key)
+                self._client = self._client_of(url, key)
             else:
                 self._start(arm, draft)
             self._serving = self._target  # the folder of the weights that are served
@@ -215,6 +219,15 @@ class SglangEngine:
         if self._process is not None:
             self._process.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def require_guarded(url: str, transport: str, key: str) -> None:
+    """Raise CapabilityError where pickled tensors would go to a server that anybody reaches."""
+    if transport == "tensor" and not key and not is_loopback(httpx.URL(url).host):
+        raise CapabilityError(
+            f"rollout.sglang.transport is 'tensor' beside {url}, which is not on loopback, and there is no API key: "
+            "sglang unpickles whatever reaches that route; accepted: a server with a key, or transport: disk"
+        )
 
 
 def eos_ids(target: Path) -> frozenset[int]:

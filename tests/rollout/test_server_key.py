@@ -13,13 +13,13 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from miles_ext import api_key
-from miles_ext.api_key import VARIABLE, accepts, read_key
+from miles_ext.api_key import VARIABLE, accepts, is_loopback, read_key
 from miles_ext.errors import CapabilityError
 from rollout.config import RolloutConfig
 from rollout.server.__main__ import main
 from rollout.server.app import LIVENESS, make_app
 from rollout.server.model import Model
-from rollout.server.running import is_loopback, running
+from rollout.server.running import running
 from rollout.sglang_engine.config import SglangConfig
 from rollout.sglang_engine.engine import SglangEngine
 from tests.rollout.served import TINY, load, request

@@ -72,6 +72,8 @@ integrate)
     runs=${RUNS:-/tmp/real_model_runs} config=${CONFIG:-experiments/configs/smollm2_sglang.yaml}
     address=http://127.0.0.1:${DASHBOARD:-8265}
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+    RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')  # of this head and its jobs alone
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     # A machine whose memory grows as it is used looks full to Ray, which would kill workers.
     export RAY_memory_monitor_refresh_ms=0
     export WANDB_MODE=offline HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
@@ -85,7 +87,7 @@ integrate)
         >"$logs/ray.log" 2>&1 &
     head=$!
     trap 'kill $head 2>/dev/null; wait $head 2>/dev/null || true' EXIT
-    until curl -sf -m 2 -o /dev/null $address/api/version; do
+    until curl -s -m 2 -o /dev/null $address/api/version; do
         kill -0 $head || { cat "$logs/ray.log" && exit 1; }
         sleep 0.5
     done

@@ -76,6 +76,7 @@ integrate)
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     # A machine whose memory grows as it is used looks full to Ray, which would kill workers.
     export RAY_memory_monitor_refresh_ms=0
+    export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0  # the audit, in the job's own process, computes on the GPU
     export WANDB_MODE=offline HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
     rm -rf "$runs"
     mkdir -p "$runs"

@@ -175,15 +175,17 @@ def _scan(
         tl.store(stats + n * splits + program, tl.sum(total * factor, 0))
         if ENTROPY:
             tl.store(stats + 2 * n * splits + program, tl.sum(factor * (moment + shift * total), 0))
-    # Each split serves the recorded tokens among its own columns; the first also those that are nobody's here.
+    # Each split serves the recorded tokens among its own columns; the first, which has column 0, also those that are
+    # nobody's here.
     entry = tl.arange(0, ENTRIES)
     first, last = tl.load(offsets + row), tl.load(offsets + row + 1)
     for start in range(first, last, ENTRIES):
         inside = start + entry < last
         column = tl.load(ids + start + entry, mask=inside, other=0) - first_id
-        mine = (column >= low) & (column < high)
-        served = inside & (mine | ((split == 0) & ((column < 0) | (column >= width))))
-        z = tl.load(source + column, mask=inside & mine, other=0.0).to(tl.float32)
+        here = (column >= 0) & (column < width)
+        owned = tl.where(here, column, 0)
+        served = inside & (owned >= low) & (owned < tl.maximum(high, 1))
+        z = tl.load(source + column, mask=served & here, other=0.0).to(tl.float32)
         tl.store(gathered + n + start + entry, z, mask=served)
     column = tl.load(sampled + row) - first_id
     mine = (column >= low) & (column < high)

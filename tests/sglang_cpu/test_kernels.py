@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sglang
 def run(program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", f"tests.sglang_cpu.{program}"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,22 +1,31 @@
 """Part `cost`: what capture costs eight concurrent responses, and what the plugin costs beside stock sglang.
 
+    python -m tests.sglang_cuda.show_cost OUT.json NAME=URL ... [--seconds 100] [--vocabulary 49152]
+
+measures servers that run already (NAME: regular, dflash, dflash2; `stock` is compared with regular) for so long in all,
+taking turns, and writes OUT.json after each turn.
+
 Capture on and off alternate on one warm server (off, on, on, off: a drift of the machine cancels), and stock sglang
 runs before and after them. Each pair of neighbours gives one loss; a row is their median, with a bootstrap interval.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import orjson
 import requests
 
-from experiments.evidence import Row, at_most, report
+from experiments.evidence import Row, at_most, print_rows, report, write_json
 from miles_ext.sampling import SamplingSpec
 from tests.sglang_cpu.answers import params
 from tests.sglang_cpu.server import Server
@@ -86,8 +95,8 @@ def captured(filters: dict[str, Any], capture: dict[str, Any], length: int) -> d
 class Load:
     """Eight clients with open connections and prompts of random tokens."""
 
-    def __init__(self, vocabulary: int, length: int) -> None:
-        self.length = length
+    def __init__(self, vocabulary: int, length: int, timeout: float = 120) -> None:
+        self.length, self.timeout = length, timeout
         self.prompts = np.random.default_rng(1).integers(3, vocabulary, (CONCURRENT, 16)).tolist()
         self.sessions = [requests.Session() for _ in range(CONCURRENT)]
         self.pool = ThreadPoolExecutor(CONCURRENT)
@@ -104,7 +113,9 @@ class Load:
         def one(client: int) -> bytes:
             body = orjson.dumps({"input_ids": self.prompts[client], "sampling_params": sampling})
             headers = {"Content-Type": "application/json"}
-            answer = self.sessions[client].post(server.url + "/generate", data=body, headers=headers, timeout=120)
+            answer = self.sessions[client].post(
+                server.url + "/generate", data=body, headers=headers, timeout=self.timeout
+            )
             answer.raise_for_status()
             return answer.content
 
@@ -148,3 +159,72 @@ def loss(title: str, slower: list[float], faster: list[float], limit: float) -> 
 
 def spread(rates: list[float]) -> str:
     return ", ".join(f"{rate:.0f}" for rate in rates)
+
+
+def compare_running(out: Path, servers: dict[str, Server], vocabulary: int, seconds: float) -> list[Row]:
+    """Turns of every arm and case until the time is up, one of each at least. A case that breaks is a failed row, and
+    the others go on."""
+    deadline, length = time.monotonic() + seconds, 256
+    stock = servers.get("stock")
+    turns = [(arm, case) for arm in servers if arm != "stock" for case in CASES]
+    rates, broken = {turn: Rates() for turn in turns}, dict[tuple[str, str], Row]()
+    command, found, longest = "python -m tests.sglang_cuda.show_cost " + " ".join(sys.argv[1:]), [], 0.0
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(lambda server: warm_up(server, server is not stock, vocabulary), servers.values()))
+    print(f"{deadline - time.monotonic():.0f} of {seconds:g} s left after the warm-up", flush=True)
+    with Load(vocabulary, length, timeout=30) as load:
+        rounds = 0
+        while set(turns) - set(broken) and (rounds == 0 or time.monotonic() + longest < deadline):
+            for arm, case in turns:
+                if (arm, case) in broken or (rounds and time.monotonic() + longest > deadline):
+                    continue
+                first, (filters, capture, _) = time.monotonic(), CASES[case]
+                beside = stock if arm == "regular" else None
+                try:
+                    measure_round(load, servers[arm], beside, filters, capture, rates[arm, case])
+                except (requests.RequestException, ValueError) as error:
+                    traceback.print_exc()
+                    broken[arm, case] = Row(
+                        f"cost/{arm} {case} runs", float("nan"), "", "runs", False, str(error)[:600]
+                    )
+                longest = max(longest, time.monotonic() - first)
+                found = [row for turn in turns for row in rows_of(turn, rates[turn], broken)]
+                write_json(out, command, found)
+            rounds += 1
+    return found
+
+
+def rows_of(turn: tuple[str, str], rates: Rates, broken: dict[tuple[str, str], Row]) -> list[Row]:
+    measured = judge(*turn, rates) if len(rates.on) == len(rates.off) > 0 else []
+    return measured + [broken[turn]] if turn in broken else measured
+
+
+def warm_up(server: Server, captures: bool, vocabulary: int) -> None:
+    """Compiles the kernels of every case."""
+    with Load(vocabulary, 16) as load:
+        for filters, capture, _ in CASES.values():
+            for sampling in [plain(filters, 16), captured(filters, capture, 16)][: 1 + captures]:
+                try:
+                    load.run(server, sampling)
+                except (requests.RequestException, ValueError):
+                    traceback.print_exc()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("servers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("--seconds", type=float, default=100, help="of the whole, warm-up included")
+    parser.add_argument("--vocabulary", type=int, default=49_152)
+    options = parser.parse_args()
+    if wrong := [text for text in options.servers if "=" not in text]:
+        parser.error(f"{wrong[0]!r}; accepted: NAME=URL")
+    named = dict(text.split("=", 1) for text in options.servers)
+    servers = {name: Server(url.rstrip("/"), cast(Any, None), Path()) for name, url in named.items()}
+    found = compare_running(options.out, servers, options.vocabulary, options.seconds)
+    print_rows(found)
+    return int(not found or not all(row.passed for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,7 @@ class RolloutConfig(BaseModel):
     """Restarts of one worker without an answered batch between them before the run stops."""
     max_failures: int = Field(default=20, ge=0)
     """Restarts of all workers together before the run stops."""
-    restart_backoff_s: float = Field(default=1.0, ge=0)
+    restart_backoff_s: float = Field(default=5.0, ge=0)
     """Pause before the second restart of a worker in a row, doubled for each further one up to a minute; the first
     comes at once."""
     mismatch: MismatchConfig = MismatchConfig()

@@ -1,8 +1,8 @@
-"""Support logits straight from hidden states, without ever holding [n, v] logits.
+"""From hidden states to the loss without ever holding [n, v] logits.
 
-`chunked_head` computes them a chunk of tokens at a time and again in backward; `support_head` multiplies only the
-head's rows of the recorded supports, which is all that complete supports need. Both give what
-`logprobs.support_logits` gives, so the estimator does not know which was used.
+`head_loss` makes and consumes the logits of a chunk of tokens at a time, gradient included. `support_head` multiplies
+only the head's rows of the recorded supports, which is all that complete supports need, and gives what
+`logprobs.support_logits` gives.
 
 With a vocabulary-parallel weight the gradient of `hidden` is this rank's share: the caller's column-parallel region
 sums it over the group, as for any such layer.
@@ -10,103 +10,65 @@ sums it over the group, as for any such layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from miles_ext.logprobs import (
-    RowStats,
-    SupportLogits,
-    VocabShard,
-    combine,
-    gather,
-    local_columns,
-    logit_gradient,
-    row_stats,
-    working_dtype,
-)
+from miles_ext.logprobs import SupportLogits, VocabShard, local_columns, working_dtype
 from miles_ext.segments import Segments
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-CHUNK_BYTES = 1 << 26  # of one chunk's logits in working precision: large enough for an efficient matrix product
 
+def head_loss(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], chunk: int,
+    loss_fn: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Loss (a scalar, float64) of head(hidden [n, h]) -> [n, v] summed over rows, `chunk` of them at a time, and the
+    metric sums, None without rows.
 
-def chunked_head(
-    hidden: Float[Tensor, "n h"],
-    weight: Float[Tensor, "v h"],
-    sampled: Int[Tensor, " n"],
-    token_ids: Int[Tensor, " nnz"],
-    rows: Segments,
-    temperature: float = 1.0,
-    *,
-    shard: VocabShard | None = None,
-    entropy: bool = False,
-    chunk: int | None = None,
-) -> SupportLogits:
-    """`support_logits(hidden @ weight.T, ...)`, differentiable in hidden and weight.
-
-    chunk: tokens a chunk (default: what fits 64 MiB of logits). Backward recomputes each chunk: one more product.
-    The weight gradient is accumulated in working precision (float32 for bfloat16 weights).
+    loss_fn: (logits of these rows, which rows) -> (loss, sums [k]); it may consume its logits. parameters: what the
+    head's gradient goes to. Collectives of a sharded head and loss run for each chunk, all within forward.
     """
-    shard = shard or VocabShard()
-    chunk = chunk or max(1, CHUNK_BYTES // (len(weight) * torch.finfo(working_dtype(weight)).bits // 8))
-    return SupportLogits(
-        *_ChunkedHead.apply(hidden, weight, sampled, token_ids, rows, temperature, shard, entropy, chunk)
-    )
+    found: list[Tensor] = []
+    loss = _HeadLoss.apply(hidden, head, chunk, loss_fn, found, *parameters)
+    return loss, torch.stack(found).sum(0) if found else None
 
 
-class _ChunkedHead(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
+    """Head and loss of each chunk, forward and backward at once: no more than one chunk of logits ever exists."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, sampled, token_ids, rows, temperature, shard, entropy, chunk):
-        real = shard.columns(len(weight))
-        at_sampled, at_support, stats = [], [], []
+    def forward(ctx, hidden, head, chunk, loss_fn, found, *parameters):
+        # Chunks add up in working precision: bfloat16 sums would lose what later chunks bring.
+        wide = [torch.zeros_like(tensor, dtype=working_dtype(tensor)) for tensor in parameters]
+        of_hidden = torch.zeros_like(hidden)
+        total = hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, len(hidden), chunk):
-            stop = min(start + chunk, len(hidden))
-            entries, part = rows.part(start, stop)
-            logits = hidden[start:stop] @ weight.t()
-            everyone = torch.arange(stop - start, device=hidden.device)
-            at_sampled.append(gather(logits, everyone, sampled[start:stop], shard))
-            at_support.append(gather(logits, part.index, token_ids[entries], shard))
-            stats.append(row_stats(logits[:, :real], temperature, entropy=entropy))
-        empty = hidden.new_empty(0, dtype=working_dtype(weight))
-        outputs = combine(
-            torch.cat([empty, *at_sampled]),
-            torch.cat([empty, *at_support]),
-            RowStats(*(torch.cat([empty, *column]) for column in zip(*stats, strict=True))) if stats
-            else RowStats(empty, empty, empty),
-            rows, temperature, shard, entropy=entropy,
-        )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, sampled, token_ids, *outputs[:3])
-        ctx.rows, ctx.temperature, ctx.shard, ctx.chunk = rows, temperature, shard, chunk
-        if outputs.entropy is not None:
-            ctx.mark_non_differentiable(outputs.entropy)
-        return tuple(outputs)
+            rows = slice(start, min(start + chunk, len(hidden)))
+            with torch.enable_grad():
+                part = hidden[rows].detach().requires_grad_()
+                loss, sums = loss_fn(head(part), rows)
+                of_part, *of_parameters = torch.autograd.grad(loss, (part, *parameters))
+            of_hidden[rows] = of_part
+            for gradient, more in zip(wide, of_parameters, strict=True):
+                gradient += more
+            total += loss.detach()
+            found.append(sums)
+        ctx.save_for_backward(
+            of_hidden, *(gradient.to(tensor.dtype) for gradient, tensor in zip(wide, parameters, strict=True))
+        )
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *upstream):
-        hidden, weight, sampled, token_ids, at_sampled, at_support, lse = ctx.saved_tensors
-        g_sampled, g_support, g_lse = upstream[:3]
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=working_dtype(weight)) if need_weight else None
-        for start in range(0, len(hidden), ctx.chunk):
-            tokens = slice(start, min(start + ctx.chunk, len(hidden)))
-            entries, part = ctx.rows.part(tokens.start, tokens.stop)
-            grad = logit_gradient(
-                hidden[tokens] @ weight.t(), sampled[tokens], token_ids[entries], part, ctx.temperature, ctx.shard,
-                outputs=SupportLogits(at_sampled[tokens], at_support[entries], lse[tokens], None),
-                g_sampled=g_sampled[tokens], g_support=g_support[entries], g_lse=g_lse[tokens],
-            )  # fmt: skip
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[tokens])
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[tokens]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+    def backward(ctx, upstream):
+        of_hidden, *of_parameters = (gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return of_hidden, None, None, None, None, *of_parameters
 
 
 def support_head(

@@ -37,7 +37,8 @@ def estimator(settings: EstimatorSettings) -> EstimatorConfig:
 def objective(batch: Batch, cfg: EstimatorConfig, temperature: float, shard: VocabShard | None = None) -> LossFn:
     """loss_fn(logits [m, v], rows) -> (sum over rows of scale * loss, float64 sums [k] in the order of `SUMS`).
 
-    shard: which columns of the vocabulary the logits are (None: all of it)."""
+    shard: which columns of the vocabulary the logits are (None: all of it). On a GPU the gradient takes the place of
+    the logits in memory."""
 
     def loss_fn(logits: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         law, device = batch.support[rows], logits.device
@@ -45,7 +46,7 @@ def objective(batch: Batch, cfg: EstimatorConfig, temperature: float, shard: Voc
             law.token_ids, law.logprobs, law.offsets, batch.sampled_ids[rows], law.sampled_logprobs, law.kind, device
         )
         advantages, scale = (torch.from_numpy(array[rows]).to(device) for array in (batch.advantages, batch.scale))
-        per_token, found = score_centered_loss(logits, support, advantages, cfg, temperature, shard)
+        per_token, found = score_centered_loss(logits, support, advantages, cfg, temperature, shard, consume=True)
         found["ratio"] = (found["logprob"] - support.sampled_logprobs).exp()
         loss = (per_token * scale.to(per_token.dtype)).sum()
         sums = [found[name].sum(dtype=torch.float64) for name in TOKEN_MEANS.values()]

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import FileStore
 
 from experiments.bench.device import Step, interleaved, peak_bytes, spread
 from experiments.evidence import Row, guarded, not_measured, report
+from miles_ext.lm_head import head_loss
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, score_centered_loss
-from trainer.backends.scorer import head_loss
 
 TOKENS, VOCAB, HIDDEN, CHUNK = 4096, 151_936, 2048, 1024
 SAMPLE = 64  # rows whose gradient is compared with float64

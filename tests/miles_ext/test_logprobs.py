@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from miles_ext import logprobs
-from miles_ext.lm_head import chunked_head, support_head
+from miles_ext.lm_head import head_loss, support_head
 from miles_ext.logprobs import SupportLogits, VocabShard, support_logits
 from miles_ext.score_centering import EstimatorConfig, SupportTensors, loss_from_support_logits, score_centered_loss
 from miles_ext.segments import Segments
@@ -152,25 +152,62 @@ def test_float32_accuracy_at_a_real_vocabulary(offset):
     assert (grad - exact_grad).abs().sum(-1).max() <= 1e-5
 
 
-@pytest.mark.parametrize("chunk", [1, 3, None])
+def chunked(hidden, weight, sampled, ids, rows, chunk, shard=None, kept=None):
+    """`head_loss` of a combination of the outputs that depends on the row, and its metric sums."""
+    combination = torch.linspace(-1, 2, len(sampled), dtype=torch.float64)
+
+    def loss_fn(logits, part):
+        entries, layout = rows.part(part.start, part.stop)
+        found = support_logits(logits, sampled[part], ids[entries], layout, 0.7, shard=shard)
+        if kept is not None:
+            kept.append(len(logits))
+        loss = (combination[part] * (found.lse - found.sampled)).sum() + found.support.square().sum()
+        return loss, torch.stack([loss.detach(), found.lse.detach().sum()])
+
+    return head_loss(hidden, lambda part: part @ weight.t(), [weight], chunk, loss_fn)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, N])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_chunked_head_equals_dense(ragged, chunk):
+def test_a_chunked_head_equals_dense(ragged, chunk):
     hidden, weight, sampled, ids, rows = problem(ragged)
     trainable(hidden, weight)
-    found = chunked_head(hidden, weight, sampled, ids, rows, 0.7, entropy=True, chunk=chunk)
-    expected = dense(hidden @ weight.t(), sampled, ids, rows, 0.7)
-    close(found, expected)
-    close(pull_back(found, [hidden, weight]), pull_back(expected, [hidden, weight]))
+    kept = []
+    loss, sums = chunked(hidden, weight, sampled, ids, rows, chunk, kept=kept)
+    assert max(kept) <= chunk and sum(kept) == N
+    found = dense(hidden @ weight.t(), sampled, ids, rows, 0.7)
+    combination = torch.linspace(-1, 2, N, dtype=torch.float64)
+    expected = (combination * (found.lse - found.sampled)).sum() + found.support.square().sum()
+    assert sums is not None and found.lse is not None
+    close([loss, sums[0], sums[1]], [expected, expected, found.lse.sum()], 1e-11)
+    close(torch.autograd.grad(2 * loss, [hidden, weight]), torch.autograd.grad(2 * expected, [hidden, weight]), 1e-11)
 
 
-def test_chunked_head_keeps_no_logits():
+def test_a_chunked_head_keeps_no_logits():
     hidden, weight, sampled, ids, rows = problem(False)
     trainable(hidden, weight)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        chunked_head(hidden, weight, sampled, ids, rows, chunk=2)
-    assert kept and max(t.numel() for t in kept) == weight.numel()
+        loss, _ = chunked(hidden, weight, sampled, ids, rows, 2)
+    assert loss.requires_grad and max(t.numel() for t in kept) == weight.numel()
     assert not any(t.numel() == N * V for t in kept)
+
+
+def test_a_chunked_head_in_bfloat16_adds_chunks_up_in_float32():
+    hidden, weight, sampled, ids, rows = (t.repeat(64, 1) if i == 0 else t for i, t in enumerate(problem(False)))
+    hidden, weight = hidden.to(torch.bfloat16), weight.to(torch.bfloat16)
+    scale = torch.linspace(0.5, 1.5, len(hidden))
+
+    def loss_fn(logits, part):
+        loss = (scale[part, None] * logits.float()[:, :3]).sum()
+        return loss, loss.detach()[None]
+
+    trainable(hidden, weight)
+    loss, _ = head_loss(hidden, lambda part: part @ weight.t(), [weight], 1, loss_fn)
+    found = torch.autograd.grad(loss, weight)[0][0].double()
+    # Each chunk's own gradient is rounded once, and so is their sum.
+    exact = (scale.to(torch.bfloat16)[:, None].double() * hidden.detach().double()).sum(0)
+    assert (found - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 4096])
@@ -184,50 +221,42 @@ def test_support_head_equals_dense(ragged, chunk):
     close(pull_back(found, [hidden, weight]), pull_back(expected, [hidden, weight]))
 
 
-def test_heads_in_bfloat16_accumulate_in_float32():
+def test_the_support_head_in_bfloat16_accumulates_in_float32():
     hidden, weight, sampled, ids, rows = problem(False, torch.bfloat16)
-    for head in (support_head, chunked_head):
-        trainable(hidden, weight)
-        found = head(hidden, weight, sampled, ids, rows, chunk=2)
-        exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-        expected = dense(exact_inputs[0] @ exact_inputs[1].t(), sampled, ids, rows, 1.0)
-        assert found.support.dtype == torch.float32
-        scale = expected.support.abs().max()
-        # The dense product of a chunk is itself rounded to bfloat16; the support's own dot products are not.
-        assert (found.support - expected.support).abs().max() <= (2**-8 if head is chunked_head else 1e-6) * scale
-        grads = pull_back([found.sampled, found.support, None], [hidden, weight]) if head is support_head else None
-        if grads is not None:
-            exact = pull_back([expected.sampled, expected.support, None], exact_inputs)
-            for a, b in zip(grads, exact, strict=True):
-                assert a.dtype == torch.bfloat16 and (a - b).abs().max() <= 2**-8 * b.abs().max()
+    trainable(hidden, weight)
+    found = support_head(hidden, weight, sampled, ids, rows, chunk=2)
+    exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = dense(exact_inputs[0] @ exact_inputs[1].t(), sampled, ids, rows, 1.0)
+    assert found.support.dtype == torch.float32
+    assert (found.support - expected.support).abs().max() <= 1e-6 * expected.support.abs().max()
+    grads = pull_back([found.sampled, found.support, None], [hidden, weight])
+    exact = pull_back([expected.sampled, expected.support, None], exact_inputs)
+    for a, b in zip(grads, exact, strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).abs().max() <= 2**-8 * b.abs().max()
 
 
-@pytest.mark.parametrize("head", [chunked_head, support_head])
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_input_of_a_head_gets_no_gradient(head, frozen):
+def test_a_frozen_input_of_the_support_head_gets_no_gradient(frozen):
     hidden, weight, sampled, ids, rows = problem(True)
     inputs = [hidden, weight]
     inputs[1 - frozen].requires_grad_()
-    found = head(hidden, weight, sampled, ids, rows)
+    found = support_head(hidden, weight, sampled, ids, rows)
     (grad,) = pull_back(found, [inputs[1 - frozen]])
     assert grad.abs().max() > 0 and inputs[frozen].grad is None
 
 
-@pytest.mark.parametrize("kind", ["complete", "head"])
-def test_the_loss_does_not_know_which_head_made_its_logits(kind):
+def test_the_loss_does_not_know_that_a_support_head_made_its_logits():
     hidden, weight, sampled, ids, rows = problem(False)
     trainable(hidden, weight)
     z = (hidden @ weight.t()).detach()
     ids = z.topk(4).indices.reshape(-1)
-    q = torch.softmax(z[:, :], -1).gather(1, ids.view(N, 4))
-    q = q / q.sum(-1, keepdim=True) if kind == "complete" else q * 0.9
-    support = SupportTensors(ids, q.log().view(-1), rows, ids.view(N, 4)[:, 1], q[:, 1].log(), kind)
+    q = torch.softmax(z, -1).gather(1, ids.view(N, 4))
+    q = q / q.sum(-1, keepdim=True)
+    support = SupportTensors(ids, q.log().view(-1), rows, ids.view(N, 4)[:, 1], q[:, 1].log(), "complete")
     advantages, cfg = torch.linspace(-1, 1, N, dtype=torch.float64), EstimatorConfig("tis", tis_clip=1.05)
     expected, _ = score_centered_loss(hidden @ weight.t(), support, advantages, cfg, 0.8)
-    make = support_head if kind == "complete" else chunked_head
-    found, _ = loss_from_support_logits(
-        make(hidden, weight, support.sampled, ids, rows, 0.8), support, advantages, cfg, 0.8
-    )
+    at = support_head(hidden, weight, support.sampled, ids, rows, 0.8)
+    found, _ = loss_from_support_logits(at, support, advantages, cfg, 0.8)
     close([found], [expected])
     close(torch.autograd.grad(found.sum(), [hidden, weight]), torch.autograd.grad(expected.sum(), [hidden, weight]))
 
@@ -252,22 +281,26 @@ def _shard_worker(rank: int, folder: str) -> None:
         weight = torch.cat([weight, torch.full((PADDED - V, H), 3.0, dtype=torch.float64)])
         own = weight[rank * PADDED // 2 : (rank + 1) * PADDED // 2].clone().requires_grad_()
         shard = VocabShard(dist.group.WORLD, rank * PADDED // 2, V)
-        for name in ("logits", "sparse", "chunked", "support"):
+        for name in ("logits", "sparse", "support"):
             calls.clear()
             hidden = hidden.detach().requires_grad_()
             z = (hidden @ own.t()).detach().requires_grad_()
-            inputs = [hidden, own] if name in ("chunked", "support") else [z]
+            inputs = [hidden, own] if name == "support" else [z]
             if name == "logits":
                 found = support_logits(z, sampled, ids, rows, 0.7, shard=shard, entropy=True)
             elif name == "sparse":
                 found = support_logits(z, sampled, ids, rows, 0.7, shard=shard, normalise=False)
-            elif name == "chunked":
-                found = chunked_head(hidden, own, sampled, ids, rows, 0.7, shard=shard, entropy=True, chunk=3)
             else:
                 found = support_head(hidden, own, sampled, ids, rows, 0.7, shard=shard, chunk=3)
             forward = list(calls)
             grads = pull_back(found, inputs)
             results[name, ragged] = ([None if t is None else t.detach() for t in found], grads, forward, len(calls))
+        calls.clear()
+        loss, _ = chunked(hidden, own, sampled, ids, rows, 3, shard)
+        forward = list(calls)
+        results["chunked", ragged] = (
+            loss.detach(), torch.autograd.grad(loss, [hidden, own]), forward, len(calls)
+        )  # fmt: skip
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -281,7 +314,7 @@ def sharded(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("name", ["logits", "sparse", "chunked", "support"])
+@pytest.mark.parametrize("name", ["logits", "sparse", "support"])
 def test_two_vocabulary_shards_equal_one_process(sharded, name, ragged):
     hidden, weight, sampled, ids, rows = problem(ragged)
     trainable(hidden, weight)
@@ -305,6 +338,21 @@ def test_two_vocabulary_shards_equal_one_process(sharded, name, ragged):
         assert (whole[V:] == 0).all()
         # Each rank has its share of the hidden gradient; the caller's column-parallel region sums them.
         close([left[0] + right[0], whole[:V]], pull_back(expected, [hidden, weight]))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_two_shards_of_a_chunked_head_equal_one_process(sharded, ragged):
+    hidden, weight, sampled, ids, rows = problem(ragged)
+    trainable(hidden, weight)
+    expected, _ = chunked(hidden, weight, sampled, ids, rows, N)
+    of_hidden, of_weight = torch.autograd.grad(expected, [hidden, weight])
+    left, right = (rank["chunked", ragged] for rank in sharded)
+    for loss, _, forward, in_all in (left, right):
+        close([loss], [expected], 1e-11)
+        assert forward == ["MAX", "SUM"] * 3 and in_all == len(forward), "three chunks; nothing in backward"
+    whole = torch.cat([left[1][1], right[1][1]])
+    assert (whole[V:] == 0).all()
+    close([left[1][0] + right[1][0], whole[:V]], [of_hidden, of_weight], 1e-11)
 
 
 def test_segments_reduce_equal_and_unequal_rows_alike():

@@ -145,7 +145,7 @@ def gradients(
                 logits.detach(), tensors.sampled, tensors.token_ids, tensors.rows, TEMPERATURE, shard=backend.shard
             )
             place = torch.from_numpy(np.stack([batch.trajectory[rows], batch.token[rows]]))
-            seen.append((place, logits.detach(), at.sampled, at.support, at.lse))
+            seen.append((place, logits.detach().clone(), at.sampled, at.support, at.lse))
             return loss_fn(logits, rows)
 
         return call

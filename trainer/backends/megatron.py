@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import HashStore
 from transformers import PretrainedConfig
 
+from miles_ext.lm_head import head_loss
 from miles_ext.logprobs import VocabShard
 from trainer.backends.base import LossFn
 from trainer.backends.megatron_config import DTYPES, check, transformer_config
@@ -27,7 +28,6 @@ from trainer.backends.megatron_cpu import on_host
 from trainer.backends.megatron_names import layout, padded
 from trainer.backends.megatron_packed import PackedAttention, PackedRotary, pack
 from trainer.backends.megatron_state import Folder, State, tensor_group
-from trainer.backends.scorer import head_loss
 from trainer.backends.torch import pick_device
 from trainer.batch import Batch
 from trainer.config import TrainerConfig

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from miles_ext.lm_head import head_loss
 from trainer.backends.base import LossFn
 
 
@@ -45,41 +45,3 @@ class Scorer(nn.Module):
         """Loss (a scalar, float64) summed over rows, and the metric sums, None without rows."""
         hidden = self.hidden(input_ids).index_select(0, rows)
         return head_loss(hidden, self.head, list(self.head.parameters()), self.chunk, loss_fn)
-
-
-def head_loss(
-    hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter], chunk: int,
-    loss_fn: LossFn,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Loss (a scalar, float64) of head(hidden [n, H]) -> [n, v] summed over rows, `chunk` of them at a time, and the
-    metric sums, None without rows. parameters: what the head's gradient goes to."""
-    found: list[torch.Tensor] = []
-    loss = _HeadLoss.apply(hidden, head, chunk, loss_fn, found, *parameters)
-    return loss, torch.stack(found).sum(0) if found else None
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Head and loss of each chunk, forward and backward at once: no more than one chunk of logits ever exists."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, chunk, loss_fn, found, *parameters):
-        gradients = [torch.zeros_like(tensor) for tensor in (hidden, *parameters)]
-        total = hidden.new_zeros((), dtype=torch.float64)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, min(start + chunk, len(hidden)))
-            with torch.enable_grad():
-                part = hidden[rows].detach().requires_grad_()
-                loss, sums = loss_fn(head(part), rows)
-                of_part, *of_parameters = torch.autograd.grad(loss, (part, *parameters))
-            gradients[0][rows] = of_part
-            for gradient, more in zip(gradients[1:], of_parameters, strict=True):
-                gradient += more
-            total += loss.detach()
-            found.append(sums)
-        ctx.save_for_backward(*gradients)
-        return total
-
-    @staticmethod
-    def backward(ctx, upstream):
-        of_hidden, *of_parameters = (gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors)
-        return of_hidden, None, None, None, None, *of_parameters

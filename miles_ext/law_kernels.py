@@ -16,11 +16,13 @@ from torch import Tensor
 
 from miles_ext.select_kernels import (
     LOWEST,
+    STAGES,
+    bound_of_lanes,
     gather,
     key_of,
     lane_maxima,
     least_key,
-    least_key_of_lanes,
+    least_key_by_count,
     least_key_of_row,
     load_block,
     middle_of,
@@ -90,7 +92,7 @@ def _first_of(base, vocabulary, wanted, LANES: tl.constexpr):
 def _mass(base, vocabulary, low, high, top, heat, LANES: tl.constexpr):
     """Mass, the largest value having 1, of the values with a key in (low, high]; float64 sum of float32 terms."""
     mass = tl.zeros((LANES,), tl.float64)
-    for first in range(0, vocabulary, LANES):
+    for first in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         _, inside, value = load_block(base, first, vocabulary, LANES)
         key = key_of(value)
         counted = inside & (key > low) & (key <= high)
@@ -119,7 +121,7 @@ def _law(
         tl.store(out + chosen, 1.0)
     else:
         reach = tl.where(k <= REACH, k, NUCLEUS)
-        bound = least_key_of_lanes(best, reach, LANES)
+        bound = bound_of_lanes(best, reach)
         keys_of = scratch + at.to(tl.int64) * (2 * ROOM)
         ids_of = keys_of + ROOM
         count = gather(base, vocabulary, bound, key_of(top), keys_of, ids_of, tl.zeros((), tl.int32), ROOM, LANES)
@@ -145,7 +147,7 @@ def _law_of_gathered(
     mass = tl.where(inside, tl.exp((value_of(keys).to(tl.float64) - top.to(tl.float64)) / heat), 0.0)
     cut = bound
     if k < vocabulary:
-        cut = least_key(keys, inside.to(tl.int32), k, bound, high)
+        cut = least_key_by_count(keys, k, bound, high, 0)
     done = 1
     if p < 1.0:
         total = tl.sum(tl.where(keys >= cut, mass, 0.0), 0)
@@ -191,7 +193,7 @@ def _draw(probs, stride, uniforms, ids_out, vocabulary, LANES: tl.constexpr):
     row = tl.program_id(0)
     base = probs + row.to(tl.int64) * stride
     masses = tl.zeros((LANES,), tl.float64)
-    for first in range(0, vocabulary, LANES):
+    for first in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         _, inside, value = load_block(base, first, vocabulary, LANES)
         masses += tl.where(inside & (value > 0), value, 0.0).to(tl.float64)
     target = tl.load(uniforms + row) * tl.sum(masses, 0)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
+COARSE = tl.constexpr(1 << 17)  # keys that a bound may lie below the best bound: 2 % of a value or less
+STAGES = tl.constexpr(3)  # blocks of a row on their way at once
 
 
 @triton.jit
@@ -43,10 +45,34 @@ def least_key(keys, weights, limit, low, high):
 
 
 @triton.jit
-def least_key_of_lanes(best, k, LANES: tl.constexpr):
-    """The key of the k-th largest of the group maxima, which the k-th largest value of the row reaches or exceeds."""
-    high = key_of(tl.max(best, 0))
-    return least_key(key_of(best), tl.full((LANES,), 1, tl.int32), k, tl.full((), LOWEST, tl.int32), high)
+def least_key_by_count(keys, k, low, high, slack):
+    """`least_key` with weight 1 a key, or a key at most `slack` below it and not below `low`. Fewer than 2**16 keys.
+
+    Three thresholds a step, whose counts are one sum of 64 bits: a step costs what its sum costs.
+    """
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while high - low > slack:
+        quarter = (high - low + 3) >> 2
+        first, second, third = low + quarter - 1, low + 2 * quarter - 1, low + 3 * quarter - 1
+        counted = (keys > first.to(tl.int32)).to(tl.int64)
+        counted += (keys > second.to(tl.int32)).to(tl.int64) << 16
+        counted += (keys > third.to(tl.int32)).to(tl.int64) << 32
+        counts = tl.sum(counted, 0)
+        at_first, at_second, at_third = (counts & 65535) < k, ((counts >> 16) & 65535) < k, (counts >> 32) < k
+        low = tl.where(at_third, low, tl.minimum(third + 1, high))
+        low = tl.where(at_third & (at_second == 0), second + 1, low)
+        low = tl.where(at_second & (at_first == 0), first + 1, low)
+        high = tl.where(at_third, tl.minimum(third, high), high)
+        high = tl.where(at_second, tl.minimum(second, high), high)
+        high = tl.where(at_first, first, high)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def bound_of_lanes(best, k):
+    """A key that the k-th largest value of the row reaches or exceeds: that of the k-th largest of the group maxima,
+    or a little less."""
+    return least_key_by_count(key_of(best), k, tl.full((), LOWEST, tl.int32), key_of(tl.max(best, 0)), COARSE)
 
 
 @triton.jit
@@ -62,7 +88,7 @@ def lane_maxima(base, vocabulary, LANES: tl.constexpr):
     """The largest value of each of LANES groups, and whether the row has a NaN or +inf."""
     best = tl.full((LANES,), float("-inf"), tl.float32)
     unfit = tl.zeros((LANES,), tl.int32)
-    for first in range(0, vocabulary, LANES):
+    for first in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         _, _, value = load_block(base, first, vocabulary, LANES)
         unfit |= ((value != value) | (value == float("inf"))).to(tl.int32)
         best = tl.maximum(best, value)
@@ -72,7 +98,7 @@ def lane_maxima(base, vocabulary, LANES: tl.constexpr):
 @triton.jit
 def gather(base, vocabulary, low, high, keys_of, ids_of, count, room, LANES: tl.constexpr):
     """Append keys in [low, high] and their ids, in order of ids and while there is room. The count after it."""
-    for first in range(0, vocabulary, LANES):
+    for first in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         ids, inside, value = load_block(base, first, vocabulary, LANES)
         key = key_of(value)
         kept = inside & (key >= low) & (key <= high)
@@ -89,7 +115,7 @@ def gather(base, vocabulary, low, high, keys_of, ids_of, count, room, LANES: tl.
 def count_above(base, vocabulary, key, LANES: tl.constexpr):
     """How many values of a row have a larger key."""
     found = tl.zeros((LANES,), tl.int32)
-    for first in range(0, vocabulary, LANES):
+    for first in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         _, inside, value = load_block(base, first, vocabulary, LANES)
         found += (inside & (key_of(value) > key)).to(tl.int32)
     return tl.sum(found, 0)

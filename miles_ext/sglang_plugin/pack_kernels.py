@@ -16,11 +16,11 @@ from torch import Tensor
 from miles_ext.records import Status
 from miles_ext.select_kernels import (
     LOWEST,
+    bound_of_lanes,
     gather,
     key_of,
     lane_maxima,
-    least_key,
-    least_key_of_lanes,
+    least_key_by_count,
     least_key_of_row,
     load_block,
     value_of,
@@ -125,7 +125,7 @@ def _heads(
         best_ids = best_keys + WIDTH
         best, _ = lane_maxima(base, vocabulary, LANES)
         high = key_of(tl.max(best, 0))
-        bound = least_key_of_lanes(best, k, LANES)
+        bound = bound_of_lanes(best, k)
         count = gather(base, vocabulary, bound, high, keys_of, ids_of, tl.zeros((), tl.int32), ROOM, LANES)
         tl.debug_barrier()
         if count > ROOM:
@@ -137,7 +137,7 @@ def _heads(
         place = tl.arange(0, ROOM)
         inside = place < count
         keys, ids = tl.load(keys_of + place, mask=inside, other=LOWEST), tl.load(ids_of + place, mask=inside, other=0)
-        last = least_key(keys, inside.to(tl.int32), k, bound, high)
+        last = least_key_by_count(keys, k, bound, high, 0)
         above, tied = inside & (keys > last), (inside & (keys == last)).to(tl.int32)
         free = k - tl.sum(above.to(tl.int32), 0)
         chosen = above | ((tied > 0) & (tl.cumsum(tied, 0) <= free))

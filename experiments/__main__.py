@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args, rest = parser.parse_known_args(arguments)
     try:
-        args.overrides = parse_overrides(rest, parser, args.command in ("run", "submit"))
+        settled = args.command in ("run", "submit") or getattr(args, "zero_lr", None) is not None
+        args.overrides = parse_overrides(rest, parser, settled)
         signal.signal(signal.SIGTERM, _terminate)
         return args.act(args)
     except KeyboardInterrupt:
@@ -98,7 +99,11 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE")
 
     audit = command("audit", "check a finished run again, from its files alone", audit_command)
-    audit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    audit.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?")
+    audit.add_argument(
+        "--zero-lr", type=Path, nargs="?", const=Path("experiments/configs/quickstart.yaml"), metavar="CONFIG.yaml",
+        help="run the control with a learning rate of 0: trainer and sampler must score tokens alike (takes settings)",
+    )  # fmt: skip
     bundle = command("bundle", "pack a finished run with its manifests and print one SHA-256 over all", bundle_command)
     bundle.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report = command("report", "compare the arms of a run again and write its report.html", report_command)
@@ -209,9 +214,22 @@ def bench_command(args: argparse.Namespace) -> int:
 
 
 def audit_command(args: argparse.Namespace) -> int:
-    from experiments.audit import audit
+    if (args.run_dir is None) == (args.zero_lr is None):
+        raise ValueError("audit takes RUN_DIR, or --zero-lr with or without CONFIG.yaml; accepted: one of them")
+    if args.run_dir is not None:
+        from experiments.audit import audit
 
-    return audit(args.run_dir)
+        return audit(args.run_dir)
+
+    from experiments import cluster
+    from experiments.config import load
+
+    config = load(args.zero_lr, args.overrides)
+    config.model.require_files(config.arms)
+    cluster.stay_on_loopback()
+    from experiments.arms import run_control
+
+    return run_control(config, _console(), debug=args.debug)
 
 
 def bundle_command(args: argparse.Namespace) -> int:

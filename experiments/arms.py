@@ -16,11 +16,13 @@ from experiments.artifacts import write_manifest
 from experiments.audit import audit
 from experiments.comparison import compare, print_comparison
 from experiments.config import ArmConfig, ExperimentConfig
+from experiments.evidence import print_rows
 from experiments.loop import train_arm
 from experiments.progress import Follower
 from experiments.report import write_report
 from experiments.resume import opened
 from experiments.tracking import Tracker
+from experiments.zero_lr import zero_lr
 
 
 def run(config: ExperimentConfig, console: Console, *, resume: str = "never", debug: bool = False) -> int:
@@ -32,11 +34,30 @@ def run(config: ExperimentConfig, console: Console, *, resume: str = "never", de
     with cluster.session(config.cpus):
         cluster.require_room(config)
         with opened(config, resume) as config:
-            with Follower(console) as follower:
-                for seed in config.seeds:
-                    for arm in config.arms:
-                        run_arm(config, arm, seed, follower.line, debug=debug)
+            run_arms(config, console, debug=debug)
             return conclude(config, console)
+
+
+def run_arms(config: ExperimentConfig, console: Console, *, debug: bool = False) -> None:
+    with Follower(console) as follower:
+        for seed in config.seeds:
+            for arm in config.arms:
+                run_arm(config, arm, seed, follower.line, debug=debug)
+
+
+def run_control(config: ExperimentConfig, console: Console, *, debug: bool = False) -> int:
+    """The zero-learning-rate control of `config`; 0 where trainer and sampler agree but for rounding."""
+
+    def make(control: ExperimentConfig) -> ExperimentConfig:
+        with cluster.session(control.cpus):
+            cluster.require_room(control)
+            with opened(control) as made:
+                run_arms(made, console, debug=debug)
+                return made
+
+    rows = zero_lr(config, make)
+    print_rows(rows, f"zero learning rate, {config.name}")
+    return int(not all(row.passed for row in rows))
 
 
 def conclude(config: ExperimentConfig, console: Console) -> int:

@@ -144,3 +144,8 @@ def at_call(number: int, action: Callable[[], None], call: Callable[..., Any]) -
         return call(*args, **kwargs)
 
     return wrapped
+
+
+def last_rollout(folder: Path) -> list[Any]:
+    """The trajectories of the audited step, laws and all."""
+    return load_rollout(folder / "rollouts" / "step-000001.safetensors").trajectories

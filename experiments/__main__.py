@@ -32,8 +32,9 @@ OVERRIDES = """settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(control="--zero-lr" in words)
+    args, rest = parser.parse_known_args(words)
     try:
         settled = args.command in ("run", "submit") or getattr(args, "zero_lr", None) is not None
         args.overrides = parse_overrides(rest, parser, settled)
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, (ValueError, OSError)) else 1
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(control: bool = False) -> argparse.ArgumentParser:
+    """control: the audit is that of --zero-lr, which takes settings and no run."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments", description="Score-centered policy gradients on DFlash rollouts, arm against arm."
     )
@@ -99,7 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE")
 
     audit = command("audit", "check a finished run again, from its files alone", audit_command)
-    audit.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?")
+    audit.set_defaults(run_dir=None)
+    if not control:
+        audit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     audit.add_argument(
         "--zero-lr", type=Path, nargs="?", const=Path("experiments/configs/quickstart.yaml"), metavar="CONFIG.yaml",
         help="run the control with a learning rate of 0: trainer and sampler must score tokens alike (takes settings)",
@@ -214,8 +218,6 @@ def bench_command(args: argparse.Namespace) -> int:
 
 
 def audit_command(args: argparse.Namespace) -> int:
-    if (args.run_dir is None) == (args.zero_lr is None):
-        raise ValueError("audit takes RUN_DIR, or --zero-lr with or without CONFIG.yaml; accepted: one of them")
     if args.run_dir is not None:
         from experiments.audit import audit
 

@@ -106,8 +106,11 @@ def run_arm(
         if debug:
             say(traceback.format_exc())
     finally:
-        opened_files.close()
-        write_manifest(folder, failure)
+        try:
+            opened_files.close()
+            write_manifest(folder, failure)
+        except OSError as error:  # a full disk: the arm has no manifest, and so is not finished
+            say(f"arm {folder.name} has no manifest: {error}; make room, then --resume auto goes on with it")
 
 
 def tags(config: ExperimentConfig) -> tuple[str, ...]:

@@ -191,21 +191,30 @@ def session(cpus: float) -> Iterator[None]:
     import ray
 
     address, on_terminate = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
-    folder = None if address else Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    leash = None
     quiet = {"logging_level": logging.ERROR, "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}}}
     if address:
         _require_answer(address)
         ray.init(**quiet)
     else:
-        own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": str(folder)}
+        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        own = {"num_cpus": _offered(cpus), "include_dashboard": False, "_temp_dir": folder}
+        leash = _leash(folder)
         ray.init(address="local", **own, **quiet)
     try:
         signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in place, which aborts
         yield
     finally:
         ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if leash is not None:
+            leash.communicate()
+
+
+def _leash(folder: str) -> subprocess.Popen[bytes]:
+    """Removes `folder`, and every process of the Ray in it, when its stdin ends: with us, by kill -9 too."""
+    command = [sys.executable, "-m", "experiments.leash", folder]
+    here = Path(__file__).parents[1]
+    return subprocess.Popen(command, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _require_answer(address: str) -> None:
@@ -223,7 +232,7 @@ def _require_answer(address: str) -> None:
 
 
 def require_room(config: ExperimentConfig) -> None:
-    """Raise ValueError where the cluster is too small for one arm: Ray would wait for ever."""
+    """Raise ValueError where the cluster is too small for one arm, or no node holds one worker: Ray would wait."""
     import ray
 
     has = ray.cluster_resources()
@@ -236,6 +245,14 @@ def require_room(config: ExperimentConfig) -> None:
             raise ValueError(
                 f"an arm needs {wanted:g} {resource} and the cluster has {has.get(resource, 0):g}; add nodes, or lower "
                 f"rollout.workers, trainer.workers or their {resource.lower()}s_per_worker"
+            )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for name, side in (("rollout", config.rollout), ("trainer", config.trainer)):
+        worker = {"CPU": side.cpus_per_worker, "GPU": side.gpus_per_worker}
+        if not any(all(node.get(key, 0) >= amount for key, amount in worker.items()) for node in nodes):
+            raise ValueError(
+                f"a {name} worker needs {worker['CPU']:g} CPU and {worker['GPU']:g} GPU on one node, and none of the "
+                f"{len(nodes)} nodes has as much; lower {name}.cpus_per_worker or {name}.gpus_per_worker"
             )
 
 

@@ -27,3 +27,7 @@ class EngineError(RuntimeError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on: a loss or a gradient is not finite. The weights were not touched."""
+
+
+class TrainerLostError(RuntimeError):
+    """A trainer rank died, fell silent or found no room: what was learnt since the last checkpoint is lost."""

@@ -50,6 +50,8 @@ class TrainerConfig(BaseModel):
     """Logical CPUs that Ray reserves."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
     """Logical GPUs that Ray reserves; below 1 they are shared."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """A placement, a step, an export or a checkpoint that takes longer ends the arm with an error."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of a worker."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from miles_ext.errors import TrainerLostError
 from miles_ext.records import Trajectory
 from miles_ext.weights import WeightManifest
 from trainer import checkpoint
@@ -24,6 +26,8 @@ from trainer.backends.torch import TorchBackend, pick_device
 from trainer.config import TrainerConfig
 from trainer.handoff import Bucket, export
 from trainer.step import train_step
+
+RESUME = "run with --resume auto goes on from the last checkpoint"
 
 
 class TrainerWorker:
@@ -103,8 +107,14 @@ class TrainerGroup:
         bundle = {name: amount for name, amount in bundle.items() if amount > 0}
         self.placement = placement_group([bundle] * config.workers, strategy="PACK")
         self.workers: list[Any] = []
+        self._timeout_s = config.timeout_s
         try:
-            ray.get(self.placement.ready())
+            if not self.placement.wait(config.timeout_s):
+                raise TrainerLostError(
+                    f"Ray found no room for {config.workers} trainer workers of {bundle} each within "
+                    f"trainer.timeout_s = {config.timeout_s:g} s; free resources, add nodes, or lower trainer.workers "
+                    "or what a worker reserves"
+                )
             address, port = "127.0.0.1", 0
             if config.workers > 1:
                 address, port = ray.get(ray.remote(_free_address).options(**self._place(0, {})).remote())
@@ -113,8 +123,12 @@ class TrainerGroup:
                 actor = ray.remote(_Rank).options(**self._place(rank, bundle), runtime_env=threads)
                 self.workers.append(actor.remote())
             _gather(
-                worker.start.remote(config, target, seed, rank, config.workers, address, port)
-                for rank, worker in enumerate(self.workers)
+                "start",
+                [
+                    worker.start.remote(config, target, seed, rank, config.workers, address, port)
+                    for rank, worker in enumerate(self.workers)
+                ],
+                config.timeout_s,
             )
         except BaseException:
             self.close()
@@ -149,7 +163,8 @@ class TrainerGroup:
         remove_placement_group(self.placement)
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return _gather(worker.call.remote(method, *args, **kwargs) for worker in self.workers)
+        calls = [worker.call.remote(method, *args, **kwargs) for worker in self.workers]
+        return _gather(method, calls, self._timeout_s)
 
     def _place(self, rank: int, resources: dict[str, float]) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
@@ -158,17 +173,27 @@ class TrainerGroup:
         }  # fmt: skip
 
 
-def _gather(refs: Iterable[ray.ObjectRef]) -> list[Any]:
-    """Results in order. The first failure is raised at once: the peers of a failed rank may wait for it for ever."""
-    refs = list(refs)
-    pending = refs
+def _gather(method: str, refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:
+    """Results in order. The first failure is raised at once: the peers of a failed rank may wait for it for ever.
+
+    TrainerLostError where a rank died or is silent for `timeout_s`.
+    """
+    pending, deadline = list(refs), time.monotonic() + timeout_s
     try:
         while pending:
-            done, pending = ray.wait(pending)
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                silent = [refs.index(ref) for ref in pending]
+                raise TrainerLostError(
+                    f"trainer ranks {silent} did not finish {method} within {timeout_s:g} s; {RESUME}"
+                )
             ray.get(done)
+        return ray.get(list(refs))
     except RayTaskError as error:
         raise error.cause from error
-    return ray.get(refs)
+    except RayActorError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TrainerLostError(f"a trainer rank died in {method}: {reason}; {RESUME}") from error
 
 
 def _backend(config: TrainerConfig, target: Path, rank: int, world_size: int) -> Backend:

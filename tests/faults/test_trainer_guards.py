@@ -16,6 +16,7 @@ from experiments.zero_lr import arm_rows, control, zero_lr
 from miles_ext.errors import TrainingError
 from tests.faults import local
 from tests.rollout.tiny import write_draft, write_target
+from trainer.backends.torch import TorchBackend
 from trainer.config import TrainerConfig
 from trainer.step import train_step
 
@@ -53,7 +54,9 @@ def poison(monkeypatch, where: str, step: int) -> None:
     def sampling(pool, requests):
         completions = generate(pool, requests)
         if where == "support" and next(calls) == step + 1:
-            completions[0].support.logprobs[0] = np.nan
+            rows = completions[0].support
+            assert rows is not None
+            rows.logprobs[0] = np.nan
         return completions
 
     monkeypatch.setattr(local.LocalTrainer, "train", training)
@@ -96,7 +99,9 @@ def test_updates_that_are_left_out_leave_the_weights_and_are_counted_up_to_the_b
     assert any(line.startswith("ALARM dflash2-s5 non_finite: 2 updates") for line in said)
     with pytest.raises(TrainingError):
         one = local.LocalTrainer(trainer, models["target"], 0)
-        hook = next(iter(one.backend.parameters.values())).register_hook(lambda gradient: gradient * math.nan)
+        assert isinstance(one.backend, TorchBackend)
+        weight = next(iter(dict(one.backend.model.named_parameters()).values()))
+        hook = weight.register_hook(lambda gradient: gradient * math.nan)
         rollout = [t for t in local.last_rollout(folder)]
         train_step(one.backend, rollout, trainer, temperature=1.0, skips=1)
     hook.remove()

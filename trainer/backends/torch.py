@@ -111,8 +111,12 @@ class TorchBackend:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def save(self, folder: Path) -> None:
-        with _quiet_when_alone():
-            save_shards({**self._state(), **self._host_state()}, checkpoint_id=folder, no_dist=self.world_size == 1)
+        try:
+            with _quiet_when_alone():
+                save_shards({**self._state(), **self._host_state()}, checkpoint_id=folder, no_dist=self.world_size == 1)
+        except CheckpointException as error:  # no Exception: nobody would catch it
+            reason, _ = next(iter(error.failures.values()))
+            raise CheckpointError(f"{folder} could not be written ({reason}); look at the disk's free space") from error
 
     def load(self, folder: Path) -> None:
         host = self._host_state()

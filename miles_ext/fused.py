@@ -10,12 +10,11 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from miles_ext import cuda_kernels
-from miles_ext.logprobs import VocabShard
+from miles_ext.logprobs import VocabShard, reduce_over
 
 if TYPE_CHECKING:
     from miles_ext.score_centering import EstimatorConfig, SupportTensors
@@ -74,25 +73,3 @@ class _Fused(torch.autograd.Function):
             widest=support.rows.widest,
         )  # fmt: skip
         return out, None, None, None, None, None, None
-
-
-def reduce_over(
-    group: dist.ProcessGroup, stats: Tensor | None, gathered: Tensor, *, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """(stats [3, n, 1], gathered) of the whole vocabulary: one MAX [n] and one packed SUM; the SUM only, for None."""
-    if stats is None:
-        dist.all_reduce(gathered, group=group)
-        return gathered.new_empty(3, 0, 1), gathered
-    tops = stats[0]
-    top = tops.amax(1)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    shift = (tops - top[:, None]).clamp_min(-1e4)
-    factor = shift.exp2()
-    sums = [(factor * stats[1]).sum(1)]
-    if entropy:
-        sums.append((factor * (stats[2] + shift * stats[1])).sum(1))
-    packed = torch.cat([gathered, *sums])
-    dist.all_reduce(packed, group=group)
-    n = len(top)
-    parts = packed.split([len(gathered), *[n] * len(sums)])
-    return torch.stack([top, *parts[1:], *[top] * (2 - len(sums))])[:, :, None], parts[0]

@@ -144,6 +144,32 @@ def combine(
     )
 
 
+def reduce_over(
+    group: dist.ProcessGroup, stats: Tensor | None, gathered: Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Sums of a GPU's pass (`cuda_kernels.scan`; base 2) over the splits and ranks of the vocabulary.
+
+    stats [3, n, splits] and gathered become (stats [3, n, 1], gathered) of the whole vocabulary: one MAX [n] and one
+    packed SUM; the SUM only, for None.
+    """
+    if stats is None:
+        dist.all_reduce(gathered, group=group)
+        return gathered.new_empty(3, 0, 1), gathered
+    tops = stats[0]
+    top = tops.amax(1)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    shift = (tops - top[:, None]).clamp_min(-1e4)
+    factor = shift.exp2()
+    sums = [(factor * stats[1]).sum(1)]
+    if entropy:
+        sums.append((factor * (stats[2] + shift * stats[1])).sum(1))
+    packed = torch.cat([gathered, *sums])
+    dist.all_reduce(packed, group=group)
+    n = len(top)
+    parts = packed.split([len(gathered), *[n] * len(sums)])
+    return torch.stack([top, *parts[1:], *[top] * (2 - len(sums))])[:, :, None], parts[0]
+
+
 def logit_gradient(
     logits: Float[Tensor, "n v"],
     sampled: Int[Tensor, " n"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -25,12 +26,15 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.view(_CARRIER.get(tensor.dtype, tensor.dtype)).numpy()
 
 
-def from_array(array: NDArray[Any], dtype: str) -> torch.Tensor:
-    """Inverse of `to_array`; `dtype` is the manifest's spelling. A read-only array (object store) is copied."""
+def from_array(array: NDArray[Any], dtype: str, *, lend: bool = False) -> torch.Tensor:
+    """Inverse of `to_array`; `dtype` is the manifest's spelling. A read-only array (object store) is copied, unless
+    `lend`: then the tensor lies on the array's own bytes and must not be written."""
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
         raise WeightError(f"dtype {dtype!r} is unknown; accepted: a torch dtype name such as float32")
-    tensor = torch.from_numpy(array if array.flags.writeable else np.array(array))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensor = torch.from_numpy(array if lend or array.flags.writeable else np.array(array))
     return tensor.view(wanted) if wanted in _CARRIER else tensor
 
 

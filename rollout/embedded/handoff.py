@@ -81,7 +81,7 @@ def _stage(manifest: WeightManifest, buckets: Iterable[Bucket]) -> dict[str, tor
                 raise WeightError(
                     f"{name} arrived but is not listed by version {manifest.version}; nothing was applied"
                 )
-            staged[name] = from_array(array, manifest.tensors[name].dtype)
+            staged[name] = from_array(array, manifest.tensors[name].dtype, lend=True)
     return staged
 
 

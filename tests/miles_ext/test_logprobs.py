@@ -264,6 +264,15 @@ def test_the_loss_does_not_know_that_a_support_head_made_its_logits():
 PADDED = V + 6  # 27 columns a rank: the last six of rank 1 are padding
 
 
+def scanned(z):
+    """What a GPU's pass leaves for scaled logits [n, v]: base-2 maximum, sum and moment of three splits of a row."""
+    x = [part * np.log2(np.e) for part in z.tensor_split(3, -1)]
+    top = torch.stack([part.amax(-1) for part in x], -1)
+    shifted = [part - top[:, i, None] for i, part in enumerate(x)]
+    total = torch.stack([part.exp2().sum(-1) for part in shifted], -1)
+    return torch.stack([top, total, torch.stack([(part * part.exp2()).sum(-1) for part in shifted], -1)])
+
+
 def _shard_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -295,6 +304,13 @@ def _shard_worker(rank: int, folder: str) -> None:
             forward = list(calls)
             grads = pull_back(found, inputs)
             results[name, ragged] = ([None if t is None else t.detach() for t in found], grads, forward, len(calls))
+        z = (hidden @ own.t()).detach()[:, : shard.columns(len(own))] / 0.7
+        calls.clear()
+        gathered = torch.full((5,), float(rank + 1), dtype=torch.float64)
+        results["splits", ragged] = (
+            *logprobs.reduce_over(shard.group, scanned(z), gathered, entropy=True),
+            list(calls),
+        )
         calls.clear()
         loss, _ = chunked(hidden, own, sampled, ids, rows, 3, shard)
         forward = list(calls)
@@ -338,6 +354,17 @@ def test_two_vocabulary_shards_equal_one_process(sharded, name, ragged):
         assert (whole[V:] == 0).all()
         # Each rank has its share of the hidden gradient; the caller's column-parallel region sums them.
         close([left[0] + right[0], whole[:V]], pull_back(expected, [hidden, weight]))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_splits_on_two_ranks_add_up_to_the_whole_vocabulary(sharded, ragged):
+    hidden, weight, sampled, ids, rows = problem(ragged)
+    expected = dense(hidden @ weight.t(), sampled, ids, rows, 0.7)
+    for stats, gathered, calls in (rank["splits", ragged] for rank in sharded):
+        top, total, moment = stats[:, :, 0]
+        lse = (top + total.log2()) * np.log(2)
+        close([lse, (total.log2() - moment / total) * np.log(2)], [expected.lse, expected.entropy])
+        assert stats.shape == (3, N, 1) and (gathered == 3).all() and calls == ["MAX", "SUM"]
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # The audit's matrices are small: more threads win nothing, and on a busy machine they spin for minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 terminations: list[int] = []  # signals received
-BENCHES = ("rollout", "estimator", "handoff", "load")
+BENCHES = ("rollout", "estimator", "handoff", "load", "scaling")
 RESUME = "go on with the last run of this name, with none (default: a new run beside it), or with the run in a folder"
 OVERRIDES = """settings:
   --key.sub VALUE    any setting of the file, such as --steps 3, --trainer.lr 1e-4, --seeds '[0, 1, 2]';

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.artifacts import read_handoffs, verify_manifest
-from experiments.audit import arm_config
 from experiments.config import ExperimentConfig
 from experiments.evidence import Row, all_of, at_most, report
+from experiments.mismatch.audit import settings_of
 from experiments.tracking import read_metrics
 
 STEPS = 3
@@ -46,7 +46,7 @@ def zero_lr(config: ExperimentConfig, make: Callable[[ExperimentConfig], Experim
 def arm_rows(arm_dir: Path) -> list[Row]:
     """The gap of every step, that all handoffs sent one and the same weights, and that the arm ended well."""
     failure = verify_manifest(arm_dir)["failure"]
-    settings = arm_config(arm_dir)
+    settings = settings_of(arm_dir)
     mismatch = settings.rollout.mismatch
     gaps = read_metrics(arm_dir).get(GAP, {})
     worst = max(gaps.values(), default=math.nan) if all(map(math.isfinite, gaps.values())) else math.nan

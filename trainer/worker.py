@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import socket
 import time
@@ -109,7 +110,7 @@ class TrainerGroup:
         self.workers: list[Any] = []
         self._timeout_s = config.timeout_s
         try:
-            if not self.placement.wait(config.timeout_s):
+            if not self.placement.wait(math.ceil(config.timeout_s)):  # Ray counts whole seconds
                 raise TrainerLostError(
                     f"Ray found no room for {config.workers} trainer workers of {bundle} each within "
                     f"trainer.timeout_s = {config.timeout_s:g} s; free resources, add nodes, or lower trainer.workers "

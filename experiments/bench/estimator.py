@@ -183,7 +183,7 @@ def _paired(first: Callable[[], None], second: Callable[[], None], tokens: int, 
     return found
 
 
-def _seconds(step: Callable[[], None]) -> float:
+def _seconds(step: Callable[[], Any]) -> float:
     start = time.process_time()
     step()
     return time.process_time() - start

@@ -159,6 +159,7 @@ def chunked(hidden, weight, sampled, ids, rows, chunk, shard=None, kept=None):
     def loss_fn(logits, part):
         entries, layout = rows.part(part.start, part.stop)
         found = support_logits(logits, sampled[part], ids[entries], layout, 0.7, shard=shard)
+        assert found.lse is not None
         if kept is not None:
             kept.append(len(logits))
         loss = (combination[part] * (found.lse - found.sampled)).sum() + found.support.square().sum()
@@ -176,9 +177,10 @@ def test_a_chunked_head_equals_dense(ragged, chunk):
     loss, sums = chunked(hidden, weight, sampled, ids, rows, chunk, kept=kept)
     assert max(kept) <= chunk and sum(kept) == N
     found = dense(hidden @ weight.t(), sampled, ids, rows, 0.7)
+    assert found.lse is not None
     combination = torch.linspace(-1, 2, N, dtype=torch.float64)
     expected = (combination * (found.lse - found.sampled)).sum() + found.support.square().sum()
-    assert sums is not None and found.lse is not None
+    assert sums is not None
     close([loss, sums[0], sums[1]], [expected, expected, found.lse.sum()], 1e-11)
     close(torch.autograd.grad(2 * loss, [hidden, weight]), torch.autograd.grad(2 * expected, [hidden, weight]), 1e-11)
 
@@ -194,8 +196,8 @@ def test_a_chunked_head_keeps_no_logits():
 
 
 def test_a_chunked_head_in_bfloat16_adds_chunks_up_in_float32():
-    hidden, weight, sampled, ids, rows = (t.repeat(64, 1) if i == 0 else t for i, t in enumerate(problem(False)))
-    hidden, weight = hidden.to(torch.bfloat16), weight.to(torch.bfloat16)
+    hidden, weight, *_ = problem(False, torch.bfloat16)
+    hidden = hidden.repeat(64, 1)
     scale = torch.linspace(0.5, 1.5, len(hidden))
 
     def loss_fn(logits, part):
@@ -285,11 +287,13 @@ def _shard_worker(rank: int, folder: str) -> None:
 
     dist.all_reduce = counted
     results = {}
+    everyone = dist.group.WORLD
+    assert everyone is not None
     for ragged in (False, True):
         hidden, weight, sampled, ids, rows = problem(ragged)
         weight = torch.cat([weight, torch.full((PADDED - V, H), 3.0, dtype=torch.float64)])
         own = weight[rank * PADDED // 2 : (rank + 1) * PADDED // 2].clone().requires_grad_()
-        shard = VocabShard(dist.group.WORLD, rank * PADDED // 2, V)
+        shard = VocabShard(everyone, rank * PADDED // 2, V)
         for name in ("logits", "sparse", "support"):
             calls.clear()
             hidden = hidden.detach().requires_grad_()
@@ -308,7 +312,7 @@ def _shard_worker(rank: int, folder: str) -> None:
         calls.clear()
         gathered = torch.full((5,), float(rank + 1), dtype=torch.float64)
         results["splits", ragged] = (
-            *logprobs.reduce_over(shard.group, scanned(z), gathered, entropy=True),
+            *logprobs.reduce_over(everyone, scanned(z), gathered, entropy=True),
             list(calls),
         )
         calls.clear()

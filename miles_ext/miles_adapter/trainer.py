@@ -37,7 +37,6 @@ def init(args: Namespace) -> None:
     if getattr(model.get_batch, "sc_carries", False):
         return
     actor.get_rollout_data = checking(actor.get_rollout_data)
-    actor.log_rollout_data = without_rows(actor.log_rollout_data)
     model.get_batch = carrying(model.get_batch)
 
 
@@ -83,17 +82,6 @@ def require_rows(args: Namespace, data: dict[str, Any]) -> None:
     vocabularies = sorted({one.vocab_size for one in rows})
     if len(vocabularies) > 1:
         raise SupportError(f"rows over vocabularies of {vocabularies}; accepted: one")
-
-
-def without_rows(log_rollout_data: Any) -> Any:
-    """Miles averages every field of the training data; rows have no mean."""
-
-    @wraps(log_rollout_data)
-    def wrapper(rollout_id, args, rollout_data):
-        shown = {key: value for key, value in rollout_data.items() if key != ATTRIBUTE}
-        return log_rollout_data(rollout_id, args, shown)
-
-    return wrapper
 
 
 def carrying(get_batch: Any) -> Any:

@@ -41,7 +41,6 @@ _TRAINER = {
     "miles.backends.megatron_utils.model:get_batch": (
         "data_iterator, keys, pad_multiplier=128, qkv_format='thd', get_position_ids=False, allgather_cp=False"
     ),
-    "miles.backends.megatron_utils.actor:log_rollout_data": "rollout_id, args, rollout_data",
     f"{_CP}:slice_log_prob_with_cp": "log_prob, total_length, response_length, qkv_format='thd', max_token_len=None",
     f"{_CP}:get_local_response_loss_masks": (
         "total_lengths, response_lengths, loss_masks, qkv_format='thd', max_seq_lens=None"

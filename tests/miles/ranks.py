@@ -135,7 +135,7 @@ def main() -> None:
     source, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     stand_ins.install(source)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
     )
     set_state("tp")
     tensor_parallel(rank)

@@ -45,7 +45,7 @@ def trainer(monkeypatch):
     from miles_ext.miles_adapter import trainer as module
 
     actor, model = resolve(module.ACTOR), resolve(module.MODEL)
-    for where, name in ((actor, "get_rollout_data"), (actor, "log_rollout_data"), (model, "get_batch")):
+    for where, name in ((actor, "get_rollout_data"), (model, "get_batch")):
         monkeypatch.setattr(where, name, inspect.unwrap(getattr(where, name)))
     return module
 
@@ -135,7 +135,7 @@ def test_one_training_step_has_the_reference_gradient(on_cpu, trainer, monkeypat
     assert metrics["train_rollout_logprob_abs_diff"] > 0.1 and metrics["sc_support_size"] == 6
 
 
-def test_logging_of_the_training_data_leaves_rows_out(on_cpu, trainer, monkeypatch):
+def test_logging_of_the_training_data_skips_rows(on_cpu, trainer, monkeypatch):
     from miles.backends.training_utils import log_utils
 
     logged = {}

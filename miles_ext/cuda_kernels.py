@@ -46,8 +46,9 @@ class Launch:
         return max(1, -(-width // span)), span
 
 
-SCAN = Launch(block=4096, warps=4)
-GRADIENT = Launch(block=4096, warps=4)
+# The fastest of 20 each on an H200 (docs/results/estimator.md).
+SCAN = Launch(block=4096, warps=8, evict="")
+GRADIENT = Launch(block=8192, warps=8, evict="")
 
 
 def scan(

@@ -22,9 +22,12 @@ exponentials are the smaller part. Rows `floor_over_...` hold the prediction, th
 floor. K entries of support add a few kilobytes and about as many operations a token as entries, hence the target of
 1.02 for `centered_over_plain`, whose denominator is the same kernels at K = 0.
 
-`consuming` steps write the gradient over the logits, as the trainer does with logits of its own. `fastest_` rows repeat
-the judged rows under the fastest launches of the table that the same run timed; each row names its launch.
-`0 measured` stands where there is no figure, with the reason: a peer that is absent or raised is kept."""
+`consuming` steps write the gradient over the logits, as the trainer does with logits of its own. `fastest_` rows
+repeat the judged rows under the fastest launches of the table that the same run timed; each row names its launch, as
+`b` block, `w` warps, `p` programs, the eviction hint (`plain`: none) and `s` stages. A judged row without `fastest_`
+was taken with what shipped during the run. `commit` names the checkout that was measured; with `-dirty`, files of a
+later one lay over it. `0 measured` stands where there is no figure, with the reason: a peer that is absent or raised
+is kept."""
 SECTIONS = (
     ("Judged", lambda name: "peer" not in name and not is_launch(name)),
     ("Peers, on the work that they can do", lambda name: "peer" in name),
@@ -36,11 +39,31 @@ def is_launch(name: str) -> bool:
     return name.startswith(("estimator/cuda_scan", "estimator/cuda_gradient"))
 
 
+def bound(rows: list[dict[str, Any]]) -> list[str]:
+    """What keeps an eager step on a GPU from the floor, where the run measured it, in the run's own figures."""
+    value = {row["name"].removeprefix("estimator/cuda_"): row["value"] for row in rows}
+    if not {"floor_over_graph", "host"} <= value.keys():
+        return []
+    failed = [row["name"] for row in rows if not row["pass"]]
+    return [
+        "", "### What bounds a step", "",
+        "The host: it needs "
+        f"{value['host'] / 1e3:.2f} ms to queue the launches of one eager step at V = 151,936 and K = 128, which then "
+        f"reaches {value['floor_over_centered_v151936_k128']:.2f} of the floor. Replayed from a CUDA graph, the same "
+        f"step reaches {value['floor_over_graph']:.2f}. Both were taken with the launches that shipped during the run. "
+        f"With the fastest, the eager step reaches {value['floor_over_centered_fastest_v151936_k128']:.2f}, and "
+        f"{value['floor_over_centered_fastest_v248320_k128']:.2f} at V = 248,320, whose kernels have more to do for "
+        "the same launches; a graph of them was not timed.",
+        "", f"{len(failed)} of {sum(row['gate'] is not None for row in rows)} gated rows fail, all of them kept below.",
+    ]  # fmt: skip
+
+
 def page(documents: dict[str, dict[str, Any]]) -> str:
     """Markdown of documents by heading. Rows of a gate come first as they were taken, then peers, then launches."""
     lines = ["# Estimator", "", ABOUT]
     for heading, evidence in documents.items():
         lines += ["", f"## {heading}", "", f"Written by `{evidence['command']}`.", "", machine(evidence)]
+        lines += bound(evidence["rows"])
         for title, belongs in SECTIONS:
             rows = [row for row in evidence["rows"] if belongs(row["name"])]
             if rows:

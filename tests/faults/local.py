@@ -6,65 +6,41 @@ What a fault does to the loop is the same with Ray and without; without it a run
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from experiments import loop
+from experiments import local
 from experiments.arms import run_arm
 from experiments.artifacts import verify_manifest
 from experiments.config import ExperimentConfig
 from experiments.rollouts import load_rollout, rollout_files
 from experiments.tracking import WALL_CLOCK
-from miles_ext.capability import EngineCapability
-from miles_ext.records import Completion
-from miles_ext.weights import HandoffReport, WeightManifest
-from rollout.embedded.engine import EmbeddedEngine
-from rollout.engine import Request
-from trainer.worker import TrainerWorker
 
 STEPS = 5
 
 
-class LocalPool:
-    """One engine in the place of `rollout.pool.RolloutPool`."""
+class LocalPool(local.LocalPool):
+    """With its engine in reach."""
 
-    def __init__(self, config, arm, target, draft, spec) -> None:
-        self.engine = EmbeddedEngine(
-            target, draft, arm, context_length=config.context_length, max_concurrency=config.max_concurrency,
-            engine_id="worker-0", threads=1,
-        )  # fmt: skip
-
-    def start(self) -> list[EngineCapability]:
-        return self.capability()
-
-    def capability(self) -> list[EngineCapability]:
-        return self.engine.capability()
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.engine.generate(requests)
-
-    def update_weights(self, manifest: WeightManifest, buckets) -> list[HandoffReport]:
-        return [self.engine.update_weights(manifest, buckets)]
-
-    def rss_mb(self) -> float:
-        return 1.0
-
-    def close(self) -> None:
-        self.engine.close()
+    @property
+    def engine(self) -> Any:
+        return self._worker.engine
 
 
-class LocalTrainer(TrainerWorker):
-    """One rank in the place of `trainer.worker.TrainerGroup`."""
+class LocalTrainer(local.LocalTrainer):
+    """With its backend in reach."""
 
-    def share(self, version: int, dtype: str) -> Any:
-        return self.export(version, dtype)
+    @property
+    def backend(self) -> Any:
+        return self._rank.backend
 
-    def close(self) -> None:
-        del self.backend
+
+SIDES: dict[str, Any] = {}
+"""What `run` puts in the place of Ray's actors; empty: they are used."""
 
 
 def settings(models: dict[str, Path], folder: Path, **changes: Any) -> ExperimentConfig:
@@ -85,7 +61,7 @@ def run(config: ExperimentConfig) -> tuple[Path, list[str]]:
     """One arm, from where it stands; its folder and what it said."""
     said: list[str] = []
     arm, seed = config.arms[0], config.seeds[0]
-    run_arm(config, arm, seed, said.append, debug=False)
+    run_arm(config, arm, seed, said.append, debug=False, **SIDES)
     return config.run_dir / f"{arm.name}-s{seed}", said
 
 
@@ -128,10 +104,10 @@ def prompts_trained(folder: Path) -> list[int]:
     return found
 
 
-def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the loop build its two sides in this process."""
-    monkeypatch.setattr(loop, "RolloutPool", LocalPool)
-    monkeypatch.setattr(loop, "TrainerGroup", LocalTrainer)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `run` build both sides in this process."""
+    monkeypatch.setitem(SIDES, "make_pool", LocalPool)
+    monkeypatch.setitem(SIDES, "make_trainer", LocalTrainer)
 
 
 def at_call(number: int, action: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(models, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        local.local(patch)
+        local.in_process(patch)
         folder, _ = local.run(local.settings(models, tmp_path_factory.mktemp("whole")))
     return local.evidence(folder)
 
@@ -48,7 +48,7 @@ WRITES = {
 
 @pytest.mark.parametrize("what", WRITES)
 def test_a_disk_that_is_full_while_something_is_written(what, models, whole, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path)
     where, name, number = WRITES[what]
     with monkeypatch.context() as patch:
@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_while_something_is_written(what, models, whole, tmp
 
 def test_a_checkpoint_that_the_system_refuses_to_write_leaves_the_one_before(models, whole, tmp_path, monkeypatch):
     """RLIMIT_FSIZE of the process: the write itself fails, in the middle of a file."""
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path)
     save = checkpoint.save
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_that_the_system_refuses_to_write_leaves_the_one_before(mod
 
 
 def test_a_manifest_that_cannot_be_written_is_said_and_the_arm_is_not_finished(models, whole, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(arms, "write_manifest", local.at_call(0, full, arms.write_manifest))
@@ -95,7 +95,7 @@ def test_a_manifest_that_cannot_be_written_is_said_and_the_arm_is_not_finished(m
 
 
 def test_a_clock_that_jumps_changes_nothing(models, whole, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     real, jumps = time.time, iter(range(1 << 30))
     monkeypatch.setattr(time, "time", lambda: real() + 86_400 * (-1) ** next(jumps))
     folder, _ = local.run(local.settings(models, tmp_path))
@@ -115,7 +115,7 @@ def test_wandb_that_does_not_answer_holds_up_nothing(fault, models, whole, tmp_p
                 raise ConnectionError("no route to host")
             time.sleep(20)
 
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     monkeypatch.setattr(tracking, "_FINISH_TIMEOUT_S", 0.1)
     started = time.monotonic()

@@ -54,7 +54,7 @@ def uninterrupted(models, tmp_path_factory):
     found = {}
     for staleness in (0, 2):
         with pytest.MonkeyPatch.context() as patch:
-            local.local(patch)
+            local.in_process(patch)
             config = local.settings(models, tmp_path_factory.mktemp("whole"), max_staleness=staleness)
             folder, said = local.run(config)
         assert not any("FAILED" in line for line in said), said
@@ -67,7 +67,7 @@ def uninterrupted(models, tmp_path_factory):
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_at_a_phase(phase, staleness, models, uninterrupted, tmp_path, monkeypatch):
     """SIGKILL: nothing is unwound, closed or flushed."""
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path, max_staleness=staleness)
     ended = in_child(lambda: die_at(phase, lambda: os.kill(os.getpid(), signal.SIGKILL), config))
     assert ended == -signal.SIGKILL
@@ -77,7 +77,7 @@ def test_killed_at_a_phase(phase, staleness, models, uninterrupted, tmp_path, mo
 @pytest.mark.parametrize("phase", PHASES)
 def test_interrupted_at_a_phase(phase, models, uninterrupted, tmp_path, monkeypatch):
     """SIGINT and SIGTERM: both are raised as KeyboardInterrupt, and what was open is closed and listed."""
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path)
 
     def interrupt() -> None:
@@ -90,7 +90,7 @@ def test_interrupted_at_a_phase(phase, models, uninterrupted, tmp_path, monkeypa
 
 @pytest.mark.parametrize("trial", range(6))
 def test_killed_at_a_random_moment_again_and_again(trial, models, uninterrupted, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     changes = {"max_staleness": 2 * (trial % 2)}
     config, rng = local.settings(models, tmp_path, **changes), random.Random(trial)
     started = time.perf_counter()

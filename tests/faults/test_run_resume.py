@@ -25,7 +25,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def config(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     return local.settings(models, tmp_path)
 
 

@@ -65,7 +65,7 @@ def poison(monkeypatch, where: str, step: int) -> None:
 
 @pytest.mark.parametrize("where", ["gradient", "logits"])
 def test_what_is_not_finite_ends_the_step_is_counted_and_reaches_no_weight(where, models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     poison(monkeypatch, where, step=2)
     folder, said = local.run(local.settings(models, tmp_path))
     assert "FAILED: TrainingError" in said[-1] and "the weights were not touched" in said[-1]
@@ -73,14 +73,14 @@ def test_what_is_not_finite_ends_the_step_is_counted_and_reaches_no_weight(where
     assert series["train/skipped_updates"] == {0: 0.0, 1: 0.0, 2: 1.0} and series["alarm/non_finite"][2] == 1.0
     assert len(sent(folder)) == 3 and "2" not in {str(step) for step in series["train/loss"]}
     monkeypatch.undo()
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     resumed, _ = local.run(local.settings(models, tmp_path))
     whole, _ = local.run(local.settings(models, tmp_path / "whole"))
     assert local.evidence(resumed) == local.evidence(whole), "nothing of the poisoned step stayed in the weights"
 
 
 def test_a_law_that_is_not_finite_is_trained_on_nowhere(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     poison(monkeypatch, "support", step=2)
     folder, said = local.run(local.settings(models, tmp_path))
     assert "FAILED: SupportError" in said[-1] and "a logprob is not finite" in said[-1]
@@ -88,7 +88,7 @@ def test_a_law_that_is_not_finite_is_trained_on_nowhere(models, tmp_path, monkey
 
 
 def test_updates_that_are_left_out_leave_the_weights_and_are_counted_up_to_the_budget(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     poison(monkeypatch, "gradient", step=2)
     trainer = TrainerConfig(lr=1e-2, advantage="raw", advantage_baseline=0.5, max_skipped_updates=2)
     folder, said = local.run(local.settings(models, tmp_path, trainer=trainer))
@@ -108,7 +108,7 @@ def test_updates_that_are_left_out_leave_the_weights_and_are_counted_up_to_the_b
 
 
 def test_a_storm_of_overflows_leaves_every_prompt_trained_or_named(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(
         models, tmp_path, sampling={"top_p": 0.9, "max_support": 27},
         trainer={"lr": 1e-3, "advantage": "raw", "content_failure": "drop_group"},
@@ -154,7 +154,7 @@ def test_each_alarm_rings_for_its_own_metric_and_a_continued_run_judges_alike(wo
 
 
 def test_alarms_are_in_metrics_table_and_report(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = save(local.settings(models, tmp_path, alarms={"entropy_low": 50.0}))
     folder, said = local.run(config)
     assert sum(line.startswith("ALARM dflash2-s5 entropy: ") for line in said) == 1
@@ -170,7 +170,7 @@ def run_here(config):
 
 
 def test_without_learning_trainer_and_sampler_agree_but_for_rounding(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = local.settings(models, tmp_path)
     rows = zero_lr(config, run_here)
     assert [row.name.split("/")[-1] for row in rows] == ["logprob_gap", "weights", "finished"]
@@ -179,7 +179,7 @@ def test_without_learning_trainer_and_sampler_agree_but_for_rounding(models, tmp
 
 @pytest.mark.parametrize("broken", ["row", "temperature", "weights"])
 def test_a_broken_scorer_fails_the_control(broken, models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     train = local.LocalTrainer.train
 
     def training(trainer, trajectories, *, temperature, **given):
@@ -205,7 +205,7 @@ def test_the_control_learns_nothing_whatever_an_arm_says(models, tmp_path):
 
 
 def test_a_gap_that_is_not_a_number_is_no_agreement(models, tmp_path, monkeypatch):
-    local.local(monkeypatch)
+    local.in_process(monkeypatch)
     config = run_here(control(local.settings(models, tmp_path)))
     folder = config.run_dir / "dflash2-s5"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

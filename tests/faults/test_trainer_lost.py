@@ -88,7 +88,7 @@ def test_a_full_object_store_ends_the_arm_and_it_goes_on_later(ray_cluster, mode
 
 def require_free() -> None:
     """All of Ray's CPUs are free again, a moment after the call."""
-    for _ in range(100):
+    for _ in range(300):
         if ray.available_resources().get("CPU", 0) == 2:
             return
         time.sleep(0.1)

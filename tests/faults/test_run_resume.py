@@ -111,6 +111,16 @@ def test_a_damaged_checkpoint_is_said_and_an_earlier_one_used(config, monkeypatc
     assert local.evidence(folder) == local.evidence(whole)
 
 
+def test_what_came_after_the_checkpoint_is_gone_before_a_step_is_made_again(config, monkeypatch):
+    folder = interrupted(config, monkeypatch, step=3)
+    assert len(list((folder / "rollouts").iterdir())) == 3
+    interrupted(config, monkeypatch, step=-1)  # the first generation of the continued run
+    kept = sorted(file.name for file in (folder / "rollouts").iterdir())
+    assert kept == ["step-000000.safetensors", "step-000001.safetensors"]
+    assert [len((folder / name).read_text().splitlines()) for name in ("metrics.jsonl", "handoffs.jsonl")] == [2, 3]
+    assert (folder / "audit").is_dir(), "the audited step lies before the checkpoint"
+
+
 @pytest.mark.parametrize("damage", ["point", "contents", "stray", "record"])
 def test_without_a_whole_checkpoint_nothing_is_thrown_away(config, monkeypatch, damage):
     folder = interrupted(config, monkeypatch)

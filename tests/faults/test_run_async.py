@@ -4,23 +4,14 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from experiments.audit import audit_rows
 from experiments.config import save
 from experiments.rollouts import load_rollout, rollout_file
 from experiments.tracking import read_metrics
 from tests.faults import local
-from tests.rollout.tiny import write_draft, write_target
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    target = write_target(tmp_path_factory.mktemp("target"))
-    return {"target": target, "draft": write_draft(tmp_path_factory.mktemp("draft"), target)}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 7])

@@ -9,22 +9,13 @@ import sys
 import time
 
 import pytest
-import torch
 
 from experiments import arms, delivery, rollouts, tracking
 from tests.faults import local
-from tests.rollout.tiny import write_draft, write_target
 from trainer import checkpoint
 
 pytestmark = pytest.mark.faults
 FOLDER = "dflash2-s5/checkpoints"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    target = write_target(tmp_path_factory.mktemp("target"))
-    return {"target": target, "draft": write_draft(tmp_path_factory.mktemp("draft"), target)}
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from experiments import arms, checkpoints, delivery, rollouts, tracking
 from tests.faults import local
 from tests.faults.local import LocalPool, LocalTrainer
-from tests.rollout.tiny import write_draft, write_target
 from trainer import checkpoint
 
 pytestmark = pytest.mark.faults
@@ -39,13 +37,6 @@ PHASES: dict[str, tuple[object, str, int]] = {
     "exporting the model": (LocalTrainer, "save_hf", 0),
     "writing the manifest": (arms, "write_manifest", 0),
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    target = write_target(tmp_path_factory.mktemp("target"))
-    return {"target": target, "draft": write_draft(tmp_path_factory.mktemp("draft"), target)}
 
 
 @pytest.fixture(scope="module")

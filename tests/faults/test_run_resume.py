@@ -4,23 +4,14 @@ import fcntl
 import json
 
 import pytest
-import torch
 
 from experiments import checkpoints
 from experiments.config import dump
 from experiments.resume import opened
 from miles_ext.errors import CheckpointError
 from tests.faults import local
-from tests.rollout.tiny import write_draft, write_target
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    target = write_target(tmp_path_factory.mktemp("target"))
-    return {"target": target, "draft": write_draft(tmp_path_factory.mktemp("draft"), target)}
 
 
 @pytest.fixture

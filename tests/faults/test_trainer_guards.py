@@ -15,19 +15,11 @@ from experiments.tracking import read_metrics
 from experiments.zero_lr import arm_rows, control, zero_lr
 from miles_ext.errors import TrainingError
 from tests.faults import local
-from tests.rollout.tiny import write_draft, write_target
 from trainer.backends.torch import TorchBackend
 from trainer.config import TrainerConfig
 from trainer.step import train_step
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    target = write_target(tmp_path_factory.mktemp("target"))
-    return {"target": target, "draft": write_draft(tmp_path_factory.mktemp("draft"), target)}
 
 
 def sent(folder) -> list[str]:
